@@ -109,16 +109,12 @@ def _handlers() -> list[logging.Handler]:
 
 def _is_basic_config(handler: logging.Handler) -> bool:
     """Whether the handler comes from `logging.basicConfig()` without arguments."""
-    formatter = handler.formatter
     return (
-        type(handler) is logging.StreamHandler
-        and handler in logging.root.handlers
+        handler in logging.root.handlers
         and logging.root.level == logging.WARNING
         and handler.level == logging.NOTSET
-        and not handler.filters
-        and handler.stream is sys.stderr
-        and type(formatter) is logging.Formatter
-        and formatter._fmt == logging.BASIC_FORMAT
+        and getattr(handler, "stream", None) is sys.stderr
+        and getattr(handler.formatter, "_fmt", None) == logging.BASIC_FORMAT
     )
 
 
@@ -140,11 +136,6 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     if number != 1:
         noun = plural or f"{noun}s"
     return f"{number:,} {noun}"
-
-
-def listed(names: Sequence[str]) -> str:
-    """Formats names: "loss, norm and step"."""
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def first_of(items: Sequence[str], limit: int = 3, separator: str = ", ") -> str:

@@ -13,7 +13,7 @@ from healcore import console
 from healcore.console import is_logged, passes_power_of_ten
 from healcore.core.decision import NONFINITE, Action, names_of
 from healcore.core.step_record import StepRecord
-from healcore.events.sentences import alarm_text
+from healcore.events.kinds import alarm_text
 from healcore.runtime.reporting.nonfinite_steps import FROM_START, nonfinite_streak_text
 from healcore.runtime.run.incidents.program_clip import ProgramClip
 from healcore.torch.live_engine import LiveEngine, PendingRecord

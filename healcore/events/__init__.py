@@ -5,7 +5,6 @@ docs/events.md describes the format, docs/events.schema.json is its JSON Schema.
 
 from __future__ import annotations
 
-from healcore.events.events_file import EventsFile, LineProblem, read
-from healcore.events.log import Log
+from healcore.events.log import EventsFile, LineProblem, Log, read
 
 __all__ = ["EventsFile", "LineProblem", "Log", "read"]

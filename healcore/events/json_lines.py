@@ -37,7 +37,7 @@ def to_json(value: object) -> JsonValue:
 
     An event may contain values of the program, of a hook or of an exception, so no type is an
     error. Flags become lists of names, named tuples and dataclasses become objects, and sets become
-    sorted lists. A 0-d array of NumPy, torch or JAX becomes its number. NaN and Inf become strings
+    lists. A 0-d array of NumPy, torch or JAX becomes its number. NaN and Inf become strings
     that `float` reads, because null means "unknown". Values of unknown types become strings too.
 
     Args:
@@ -56,34 +56,25 @@ def to_json(value: object) -> JsonValue:
         return value
     if isinstance(value, enum.Flag):
         return [*names_of(value)]
-    if isinstance(value, enum.Enum):
-        return to_json(value.value)
     if isinstance(value, int):
-        return int(value)
+        return int(value) if abs(value) < 1 << 63 else _shortened(str(value))
     if isinstance(value, float):
-        number = float(value)
-        if math.isfinite(number):
-            return number
-        return str(number)
+        return float(value) if math.isfinite(value) else str(float(value))
+    if isinstance(value, str | os.PathLike):
+        return _shortened(str(value))
     if isinstance(value, Mapping):
         return {str(key): to_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        as_dict = getattr(value, "_asdict", None)
-        if as_dict is not None:  # a named tuple
-            return to_json(as_dict())
+    # A named tuple or a dataclass.
+    fields = getattr(value, "_fields", getattr(type(value), "__dataclass_fields__", None))
+    if fields is not None:
+        return {name: to_json(getattr(value, name)) for name in fields}
+    if isinstance(value, list | tuple | Set):
         return [to_json(item) for item in value]
-    dataclass_fields = getattr(type(value), "__dataclass_fields__", None)
-    if dataclass_fields is not None:
-        return {name: to_json(getattr(value, name)) for name in dataclass_fields}
-    if isinstance(value, Set):
-        return sorted(map(to_json, value), key=repr)
     item = getattr(value, "item", None)
     if item is not None and getattr(value, "ndim", None) == 0:  # NumPy, torch, JAX
         return to_json(item())
     if isinstance(value, BaseException):
         return _shortened(f"{type(value).__name__}: {value}")
-    if isinstance(value, str | os.PathLike):
-        return _shortened(str(value))
     return _shortened(repr(value))
 
 
@@ -94,23 +85,18 @@ def _shortened(text: str) -> str:
     return f"{text[:_MAX_CHARACTERS]} ... ({len(text)} characters)"
 
 
-def encoded(value: object) -> tuple[JsonValue, str]:
-    """Converts the value of a field to JSON, and encodes it.
-
-    Args:
-        value: any value.
+def safe_json(value: object) -> JsonValue:
+    """Converts the value of a field to JSON, like `to_json`.
 
     Returns:
-        The JSON value and its text. For a value that cannot be converted, both are a short text
-        with the type of the exception.
+        The JSON value. For a value that cannot be converted, a short text with the type of the
+        exception.
     """
     try:
-        json_value = to_json(value)
-        return json_value, json.dumps(json_value, allow_nan=False, separators=(",", ":"))
+        return to_json(value)
     # `item` and `__repr__` of a value are the user's code, which may raise any exception.
     except Exception as error:
-        reason = f"(could not be written: {type(error).__name__})"
-        return reason, json.dumps(reason)
+        return f"(could not be written: {type(error).__name__})"
 
 
 def append(path: Path, lines: bytes, *, durable: bool = False, follow_links: bool = True) -> None:
@@ -133,11 +119,8 @@ def append(path: Path, lines: bytes, *, durable: bool = False, follow_links: boo
     path.parent.mkdir(parents=True, exist_ok=True)
     # O_RDWR and O_NONBLOCK: a pipe without a reader does not block.
     flags = os.O_APPEND | os.O_CREAT | os.O_RDWR
-    optional_flags = ["O_CLOEXEC", "O_BINARY", "O_NONBLOCK"]  # not every system has each of them
-    if not follow_links:
-        optional_flags.append("O_NOFOLLOW")
-    for name in optional_flags:
-        flags |= getattr(os, name, 0)
+    for name in ("O_BINARY", "O_NONBLOCK", "" if follow_links else "O_NOFOLLOW"):
+        flags |= getattr(os, name, 0)  # not every system has each of them
     handle = os.open(path, flags, 0o666)
     try:
         if os.fstat(handle).st_size:  # 0 for a pipe too
@@ -207,36 +190,6 @@ def read_lines(path: str | os.PathLike[str], parse: ParseLine) -> Iterator[tuple
             if isinstance(parsed, str) and not tail.endswith(b"\n"):
                 parsed = f"torn: {parsed}"
             yield number, parsed
-
-
-def read_last_lines(
-    path: str | os.PathLike[str], parse: ParseLine, max_bytes: int = 1 << 20
-) -> Iterator[Event]:
-    """Reads the last lines of a file, which may be large, without reading the rest.
-
-    Args:
-        path: the file.
-        parse: as in `read_lines`. Lines without an object are skipped.
-        max_bytes: number of bytes at the end of the file that are read.
-
-    Yields:
-        The object of each line, oldest first.
-
-    Raises:
-        OSError: the file cannot be read, or is not a regular file.
-    """
-    with open(path, "rb", opener=regular_file.opener) as file:
-        start = max(0, os.fstat(file.fileno()).st_size - max_bytes)
-        file.seek(start)
-        lines = file.read(max_bytes).split(b"\n")
-    if start > 0:
-        del lines[0]  # it may be incomplete
-    for line in lines:
-        if not line.strip():
-            continue
-        parsed = parse(line)
-        if not isinstance(parsed, str):
-            yield parsed
 
 
 def warn_of_loss(what: str, path: Path, error: Exception) -> None:

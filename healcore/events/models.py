@@ -12,8 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
-from healcore.core.decision import Action, Cause
-from healcore.events.schema import SCHEMA
+from healcore.events.kinds import SCHEMA
 
 NONFINITE_TEXTS = ("nan", "inf", "-inf")
 """Numbers that JSON cannot express, as strings that `float` reads."""
@@ -34,13 +33,7 @@ class Ending(enum.StrEnum):
     KILLED = "killed"
 
 
-# -- types: docs/events.md has the title as the name of the type ----------------------------------
-
-
-def _names(flags: type[Cause] | type[Action]) -> WithJsonSchema:
-    """The names that this version writes. A newer healcore may write others, which are read too."""
-    items = {"type": "string", "enum": [str(flag.name) for flag in flags]}
-    return WithJsonSchema({"type": "array", "items": items})
+# -- types ----------------------------------------------------------------------------------------
 
 
 def _parse_nonfinite(value: object) -> object:
@@ -49,32 +42,20 @@ def _parse_nonfinite(value: object) -> object:
     return value
 
 
-NonNegativeInt = Annotated[int, Field(ge=0, le=_MAX_INT, title="whole number")]
-PositiveInt = Annotated[int, Field(ge=1, le=_MAX_INT, title="whole number from 1")]
-Text = Annotated[str, Field(title="text")]
-Boolean = Annotated[bool, Field(title="true or false")]
-Seconds = Annotated[float, Field(allow_inf_nan=False, title="seconds")]
+Int = Annotated[int, Field(ge=0, le=_MAX_INT)]
+Seconds = Annotated[float, Field(allow_inf_nan=False)]
 Number = Annotated[
     float,
     BeforeValidator(_parse_nonfinite),
     WithJsonSchema(
         {"anyOf": [{"type": "number"}, {"type": "string", "enum": list(NONFINITE_TEXTS)}]}
     ),
-    Field(title="number"),
 ]
-NullableNumber = Annotated[Number | None, Field(title="number, or null")]
-NullableInt = Annotated[NonNegativeInt | None, Field(title="whole number, or null")]
-Time = Annotated[
-    str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z$", title="date and time")
-]
-Texts = Annotated[list[str], Field(title="array of texts")]
-Versions = Annotated[dict[str, str], Field(title="object of texts")]
-Settings = Annotated[dict[str, Any], Field(title="object")]
-Causes = Annotated[list[str], _names(Cause), Field(title="array of causes")]
-Actions = Annotated[list[str], _names(Action), Field(title="array of actions")]
-BatchPair = Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]
-BatchList = Annotated[list[BatchPair], Field(title="array of `[epoch, index]`")]
-RowLists = Annotated[list[list[int]], Field(title="array of arrays of whole numbers")]
+Time = Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z$")]
+Texts = list[str]
+Batches = list[Annotated[list[Int], Field(min_length=2, max_length=2)]]
+Rows = list[list[int]]
+Objects = list[dict[str, Any]]
 
 
 class _EventsModel(BaseModel):
@@ -95,20 +76,8 @@ class ReadingsRecord(_EventsModel):
 class EvidenceRecord(_EventsModel):
     """JSON form of `healcore.core.step_record.SuspectGradient`."""
 
-    name: Text
+    name: str
     grad_norm: Number
-
-
-ReadingsField = Annotated[
-    ReadingsRecord, Field(title="`{loss, grad_norm, threshold, z, z_loss}`, numbers")
-]
-OfRanks = Annotated[
-    list[dict[str, Any]],
-    Field(title="array of `{rank, outcome, why}` or `{rank, loss, grad_norm}`"),
-]
-EvidenceList = Annotated[list[EvidenceRecord], Field(title="array of `{name, grad_norm}`")]
-StacksList = Annotated[list[dict[str, Any]], Field(title="array of `{ranks, stacks}`")]
-EndingName = Annotated[Ending, Field(strict=False)]  # accepts the string of the enum
 
 
 def _maybe(description: str) -> Any:
@@ -119,7 +88,7 @@ def _maybe(description: str) -> Any:
 class EventRecord(_EventsModel):
     """An event from a file, without values of the wrong type.
 
-    A field has the same meaning and type in every kind; `schema.KINDS` lists the required fields of
+    A field has the same meaning and type in every kind; `kinds.KINDS` lists the required fields of
     each kind. `log.parse` guarantees `seq`, `run` and `kind`. Any other field may be None, because
     the file may be damaged, edited, or written by a newer healcore.
 
@@ -127,58 +96,58 @@ class EventRecord(_EventsModel):
     docs/events.schema.json.
     """
 
-    schema_: PositiveInt = Field(
+    schema_: Int = Field(
         default=SCHEMA, alias="schema", description=f"Version of the format: {SCHEMA}."
     )
-    seq: NonNegativeInt = Field(
+    seq: Int = Field(
         default=0, description="Number of the event in its process, from 0, counting lost events."
     )
-    run: Text = Field(default="", description="Id of the process that writes the events.")
+    run: str = Field(default="", description="Id of the process that writes the events.")
     time: Time = _maybe("Wall time, ISO 8601, UTC.")
     mono: Seconds = _maybe("Monotonic clock, for durations within one run.")
-    kind: Text = Field(default="", description="Kind of the event, see below.")
-    step: NullableInt = _maybe("Index of the optimizer step, from 0.")
-    lost: PositiveInt = _maybe("Number of events before this event that could not be written.")
+    kind: str = Field(default="", description="Kind of the event, see below.")
+    step: Int | None = _maybe("Index of the optimizer step, from 0.")
+    lost: Int = _maybe("Number of events before this event that could not be written.")
     # Observations.
-    incident: NonNegativeInt = _maybe("Number of the incident; 0 outside of incidents.")
-    onset: NonNegativeInt = _maybe("Step of the first alarm.")
-    last: NonNegativeInt = _maybe("Step of the last alarm.")
-    engine: Text = _maybe("Name of the optimizer in the state, if there are several optimizers.")
-    cause: Causes = _maybe("Causes of the alarm.")
-    readings: ReadingsField = _maybe("The judged numbers, with the last finite loss and norm.")
-    evidence: EvidenceList = _maybe("Tensors with unusual gradients, the worst first.")
-    batches: BatchList = _maybe("Batches of the step, or the skipped batches.")
-    rows: RowLists = _maybe("For each of `batches` its first 64 rows of the dataset, if known.")
+    incident: Int = _maybe("Number of the incident; 0 outside of incidents.")
+    onset: Int = _maybe("Step of the first alarm.")
+    last: Int = _maybe("Step of the last alarm.")
+    engine: str = _maybe("Name of the optimizer in the state, if there are several optimizers.")
+    cause: Texts = _maybe("Causes of the alarm.")
+    readings: ReadingsRecord = _maybe("The judged numbers, with the last finite loss and norm.")
+    evidence: list[EvidenceRecord] = _maybe("Tensors with unusual gradients, the worst first.")
+    batches: Batches = _maybe("Batches of the step, or the skipped batches.")
+    rows: Rows = _maybe("For each of `batches` its first 64 rows of the dataset, if known.")
     # Responses.
-    action: Actions = _maybe("Actions on the host.")
-    ordered: Actions = _maybe("Order of the policy that a hook has overridden.")
-    observed: Boolean = _maybe("true: the policy only observes and does nothing.")
-    skip: Boolean = _maybe("The update of the step was skipped.")
-    skips: NonNegativeInt = _maybe("Skipped steps of the run up to this step.")
+    action: Texts = _maybe("Actions on the host.")
+    ordered: Texts = _maybe("Order of the policy that a hook has overridden.")
+    observed: bool = _maybe("true: the policy only observes and does nothing.")
+    skip: bool = _maybe("The update of the step was skipped.")
+    skips: Int = _maybe("Skipped steps of the run up to this step.")
     grad_scale: Number = _maybe("Factor on the step's gradients; absent for a limit per tensor.")
     lr_scale_before: Number = _maybe("Earlier learning-rate multiplier.")
     lr_scale: Number = _maybe("New learning-rate multiplier.")
     lr: Number = _maybe("The schedule's learning rate at `step`, without the multiplier.")
     lr_limit: Number = _maybe("Upper limit of the learning rate after a cut.")
     lr_at_fault: Number = _maybe("Learning rate at the fault, if the learning rate is the cause.")
-    number: PositiveInt = _maybe("Number of the rollback in the whole run.")
-    depth: NonNegativeInt = _maybe("How many known-good checkpoints the rollback goes back.")
-    checkpoint: NonNegativeInt = _maybe(
+    number: Int = _maybe("Number of the rollback in the whole run.")
+    depth: Int = _maybe("How many known-good checkpoints the rollback goes back.")
+    checkpoint: Int = _maybe(
         "Step of the restored checkpoint, of the checkpoint that the event reports, or of the "
         "earlier weights of an assessment."
     )
-    other_copy: Boolean = _maybe("true: another copy of the damaged checkpoint was intact.")
-    steps_repeated: PositiveInt = _maybe("Undone steps that the run repeats after the rollback.")
-    steps_lost: PositiveInt = _maybe(
+    other_copy: bool = _maybe("true: another copy of the damaged checkpoint was intact.")
+    steps_repeated: Int = _maybe("Undone steps that the run repeats after the rollback.")
+    steps_lost: Int = _maybe(
         "Undone steps that the run does not repeat, because the data was not rewound: of the "
         "rollback or, at the end, of the whole run."
     )
     held: Texts = _maybe("What the rollback holds in its healthy range, one sentence each.")
-    moments_reset: Boolean = _maybe("The moments of the optimizers were reset.")
-    rewound: Boolean = _maybe("true: the data was rewound; false: the data continues forward.")
-    outcome: Text = _maybe("The result. Of a rollback: done; of the data: a sentence.")
-    why: Text = _maybe("The reason, as text.")
-    problem: Text = _maybe("What went wrong, as text.")
+    moments_reset: bool = _maybe("The moments of the optimizers were reset.")
+    rewound: bool = _maybe("true: the data was rewound; false: the data continues forward.")
+    outcome: str = _maybe("The result. Of a rollback: done; of the data: a sentence.")
+    why: str = _maybe("The reason, as text.")
+    problem: str = _maybe("What went wrong, as text.")
     verdict: Literal["damage", "worse", "recovered", "accepted", "unknown"] = _maybe(
         "Whether the model is worse. worse: earlier weights are better, and the run has time to "
         "recover; recovered: the run is as good again, or the mean loss at the end is no "
@@ -194,52 +163,52 @@ class EventRecord(_EventsModel):
         "budget",
         "nothing",
     ] = _maybe("Basis of the verdict, or of the rollback.")
-    rise: NullableNumber = _maybe(
+    rise: Number = _maybe(
         "Loss of the step's batch with the current weights minus the loss with the earlier weights."
     )
-    loss_before: NullableNumber = _maybe(
+    loss_before: Number = _maybe(
         "Mean loss when the earlier weights of accepted damage were saved."
     )
-    sign: Text = _maybe("How an exception was recognized: its type, an HTTP status, an errno.")
-    answer: Text = _maybe("Response to a fault: a value of `do` in the policy.")
-    attempt: PositiveInt = _maybe("Number of the attempt at a network call.")
+    sign: str = _maybe("How an exception was recognized: its type, an HTTP status, an errno.")
+    answer: str = _maybe("Response to a fault: a value of `do` in the policy.")
+    attempt: Int = _maybe("Number of the attempt at a network call.")
     wait_s: Seconds = _maybe("Seconds until the next attempt.")
-    samples: PositiveInt = _maybe("Samples of the batch.")
-    size_before: PositiveInt = _maybe("Samples in the largest part, before the change.")
-    size: PositiveInt = _maybe("Samples in the largest part, after the change.")
-    hook: Text = _maybe("Name of the hook.")
+    samples: Int = _maybe("Samples of the batch.")
+    size_before: Int = _maybe("Samples in the largest part, before the change.")
+    size: Int = _maybe("Samples in the largest part, after the change.")
+    hook: str = _maybe("Name of the hook.")
     seconds: Seconds = _maybe("Duration, or the duration so far of a hang.")
-    stacks: StacksList = _maybe("Python stacks of rank 0 of a hanging run.")
-    diagnosis: Text = _maybe("Explanation of the problem for the user.")
+    stacks: Objects = _maybe("Python stacks of rank 0 of a hanging run.")
+    diagnosis: str = _maybe("Explanation of the problem for the user.")
     severity: Literal["warning", "error"] = _maybe(
         "`warning`: the run can continue; `error`: the run is lost."
     )
     references: Texts = _maybe("Publications about the response to the cause.")
     # The run.
-    host: Text = _maybe("Host name.")
-    pid: NonNegativeInt = _maybe("Process number.")
-    boot: Text = _maybe("The kernel's id of the boot.")
-    born: NonNegativeInt = _maybe("Start of the process, in clock ticks from the boot.")
-    environment: Versions = _maybe("Versions: healcore, Python, system, frameworks.")
-    policy: Text = _maybe("Name of the policy.")
-    fingerprint: Text = _maybe("Fingerprint of the policy.")
-    policy_toml: Text = _maybe("The policy as TOML, with every key.")
+    host: str = _maybe("Host name.")
+    pid: Int = _maybe("Process number.")
+    boot: str = _maybe("The kernel's id of the boot.")
+    born: Int = _maybe("Start of the process, in clock ticks from the boot.")
+    environment: dict[str, str] = _maybe("Versions: healcore, Python, system, frameworks.")
+    policy: str = _maybe("Name of the policy.")
+    fingerprint: str = _maybe("Fingerprint of the policy.")
+    policy_toml: str = _maybe("The policy as TOML, with every key.")
     mode: Literal["heal", "observe"] = _maybe("Mode of the policy.")
     framework: Literal["torch", "jax"] = _maybe("Framework of the run.")
-    store: Text = _maybe("Location of the checkpoints.")
-    save_every: PositiveInt = _maybe("Steps between saves.")
-    settings: Settings = _maybe(
+    store: str = _maybe("Location of the checkpoints.")
+    save_every: Int = _maybe("Steps between saves.")
+    settings: dict[str, Any] = _maybe(
         "Settings of the program as far as known: `learning_rate`, `batch_size`, `accumulation`, "
         "`precision`, and settings by the names of the framework or trainer."
     )
-    rank: NonNegativeInt = _maybe("Rank of this process in the run.")
-    world: PositiveInt = _maybe("Number of processes of the run.")
-    of_ranks: OfRanks = _maybe("Observations of each process, or its reason to end.")
-    ending: EndingName = _maybe("How the process ended.")
-    resumes: Boolean = _maybe("The run continues from checkpoints of an earlier process.")
-    incidents: NonNegativeInt = _maybe("Incidents so far.")
-    rollbacks: NonNegativeInt = _maybe("Rollbacks so far.")
-    last_good: NonNegativeInt = _maybe("Step of the newest known-good checkpoint.")
+    rank: Int = _maybe("Rank of this process in the run.")
+    world: Int = _maybe("Number of processes of the run.")
+    of_ranks: Objects = _maybe("Observations of each process, or its reason to end.")
+    ending: Annotated[Ending, Field(strict=False)] = _maybe("How the process ended.")
+    resumes: bool = _maybe("The run continues from checkpoints of an earlier process.")
+    incidents: Int = _maybe("Incidents so far.")
+    rollbacks: Int = _maybe("Rollbacks so far.")
+    last_good: Int = _maybe("Step of the newest known-good checkpoint.")
 
 
 def validate(event: Mapping[str, Any]) -> tuple[EventRecord, list[str]]:
@@ -249,7 +218,7 @@ def validate(event: Mapping[str, Any]) -> tuple[EventRecord, list[str]]:
     a run. So the event is validated a second time, without the fields that failed.
 
     Args:
-        event: an event from `healcore.events.events_file.parse`.
+        event: an event from `healcore.events.log.parse`.
 
     Returns:
         The event without its invalid fields, and the names of these fields in the event's order.

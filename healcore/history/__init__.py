@@ -6,9 +6,8 @@ next start of a killed run writes the postmortem.
 
 from __future__ import annotations
 
-from healcore.history.counts import Counts
 from healcore.history.curves import Curves
-from healcore.history.incidents import Incident, Mode
+from healcore.history.incidents import Counts, Incident, Mode
 from healcore.history.run_history import RunHistory, RunState, runs_of
 
 __all__ = ["Counts", "Curves", "Incident", "Mode", "RunHistory", "RunState", "runs_of"]

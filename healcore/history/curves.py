@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.events.json_lines import parse_line, read_last_lines, read_lines
+from healcore.events.json_lines import parse_line, read_lines
 from healcore.events.models import NONFINITE_TEXTS
 
 _MAX_ROWS = 9000
-"""Limit of the rows, enough for at least 450 bins with all extremes."""
+"""Limit of the rows, enough for at least 350 bins with all extremes."""
 _CURVES = ("loss", "grad_norm", "threshold", "lr_scale", "lr")
 
 
@@ -67,53 +67,36 @@ class Curves(NamedTuple):
         return self.step >= np.minimum.accumulate(next_start[::-1])[::-1]
 
 
-def thin(index: np.ndarray, curves: Mapping[str, np.ndarray], limit: int) -> np.ndarray:
+def thin(curves: Mapping[str, np.ndarray], limit: int) -> np.ndarray:
     """Chooses rows that show the extremes of aligned curves.
 
-    Rows are grouped by index into bins of equal width, which doubles until the rows are few enough.
-    For each curve, a bin keeps the rows of the smallest, the largest and the first non-finite
-    value. The usual method for plots, largest-triangle-three-buckets, may drop a spike of one row.
+    The rows are divided into bins of equal length. For each curve, a bin keeps the rows of the
+    smallest, the largest and the first non-finite value. The usual method for plots,
+    largest-triangle-three-buckets, may drop a spike of one row.
 
     Args:
-        index: int64 (n,), not decreasing: the place of each row on the axis of the plot.
-        curves: name -> values, float (n,).
+        curves: name -> values, float (n,), with n > 0.
         limit: most rows to keep. One bin has 3 rows of each curve, so that more rows may be kept if
             the limit is below that.
 
     Returns:
         The places of the kept rows, int64 (m,), increasing. The first and the last row are kept.
     """
-    places = np.arange(len(index))
-    width = 1
-    one_bin = 3 * max(1, len(curves)) + 2
-    while len(places) > max(limit, one_bin):
-        bins = (index[places] - index[0]) // width
-        kept = [curve[places] for curve in curves.values()]
-        places = places[_extremes(bins, kept)]
-        width *= 2
-    return places
-
-
-def _extremes(bins: np.ndarray, curves: Iterable[np.ndarray]) -> np.ndarray:
-    """Mask, bool (n,), of the first and last row, and each curve's extremes in each bin."""
-    keep = np.zeros(len(bins), bool)
-    keep[[0, -1]] = True
-    starts = np.flatnonzero(np.diff(bins, prepend=bins[0] - 1))
-    bin_of_row = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, len(bins))))
-    for curve in curves:
-        finite = np.isfinite(curve)
-        for fill, extreme in ((np.inf, np.minimum), (-np.inf, np.maximum)):
-            filled = np.where(finite, curve, fill)
-            is_extreme = finite & (filled == extreme.reduceat(filled, starts)[bin_of_row])
-            keep[_first_per_bin(is_extreme, bin_of_row)] = True
-        keep[_first_per_bin(~finite, bin_of_row)] = True
-    return keep
-
-
-def _first_per_bin(selected: np.ndarray, bin_of_row: np.ndarray) -> np.ndarray:
-    """The index of the first selected row in each bin with selected rows."""
-    rows = np.flatnonzero(selected)
-    return rows[np.unique(bin_of_row[rows], return_index=True)[1]]
+    length = len(next(iter(curves.values())))
+    if length <= limit:
+        return np.arange(length)
+    kept = {0, length - 1}
+    bins = max(1, (limit - 2) // (3 * len(curves)))
+    for rows in np.array_split(np.arange(length), bins):
+        for curve in curves.values():
+            values = curve[rows]
+            finite = np.isfinite(values)
+            if not finite.all():
+                kept.add(rows[np.argmin(finite)])
+            if finite.any():
+                kept.add(rows[np.argmin(np.where(finite, values, np.inf))])
+                kept.add(rows[np.argmax(np.where(finite, values, -np.inf))])
+    return np.array(sorted(kept))
 
 
 def thinned(curves: Curves) -> Curves:
@@ -125,13 +108,13 @@ def thinned(curves: Curves) -> Curves:
     Returns:
         At most 9,000 rows with all extremes, in the same order. `rows` is the number before.
     """
+    arrays: dict[str, np.ndarray] = {}
+    for name, values in curves._asdict().items():
+        if values is not None and (name in ("step", "loss") or not np.isnan(values).all()):
+            arrays[name] = values
     # As a curve, `attempt` keeps the first row of each attempt, an extreme of its bin.
-    arrays = {name: values for name, values in curves._asdict().items() if values is not None}
-    kept = thin(np.arange(len(curves.step)), arrays, _MAX_ROWS)
-    thinned_arrays = {}
-    for name, values in arrays.items():
-        if name in ("step", "loss") or not np.isnan(values).all():
-            thinned_arrays[name] = values[kept]
+    kept = thin(arrays, _MAX_ROWS)
+    thinned_arrays = {name: values[kept] for name, values in arrays.items()}
     return Curves(**thinned_arrays, rows=len(curves.step))
 
 
@@ -153,33 +136,19 @@ def read_metrics(path: Path, processes: Sequence[str]) -> tuple[Curves, list[str
     """
     rows = array("d")  # 8 bytes per number: a long run has millions of rows
     damage: list[str] = []
-    engine = None
-    last_process = ""
-    last_step = 0
-    last_every = 1
-    attempt = -1
-    for number, line in read_lines(path, parse_metrics):
-        if isinstance(line, str):
-            damage.append(f"line {number}: {line}")
-            continue
-        process = line["run"]
-        step = line["step"]
-        if process not in processes:
-            continue
+    attempt, process, step, every, engine = -1, "", 0, 1, None
+    for line in _rows(path, processes, damage):
         if engine is None:
             engine = line.get("engine", "")
         if line.get("engine", "") != engine:
             continue
-        every = line.get("every", 1)
+        before = process, step, every
+        process, step, every = line["run"], line["step"], line.get("every", 1)
         if type(every) is not int:
             every = 1
-        if process != last_process or step <= last_step:
-            attempt += 1
+        attempt += process != before[0] or step <= before[1]
         # A process that was killed may have lost its last rows, although a later save was written.
-        after_gap = last_process not in ("", process) and step > last_step + max(every, last_every)
-        last_process = process
-        last_step = step
-        last_every = every
+        after_gap = before[0] not in ("", process) and step > before[1] + max(every, before[2])
         rows.extend((step, attempt, after_gap, *_values(line)))
     table = np.frombuffer(rows).reshape(-1, 4 + len(_CURVES))
     steps, attempts, gaps, nonfinite, *curves = table.T
@@ -188,56 +157,49 @@ def read_metrics(path: Path, processes: Sequence[str]) -> tuple[Curves, list[str
     return Curves(steps, attempt=attempts, **marks, **named), damage
 
 
-def read_last_rows(path: Path, process: str) -> dict[str, dict[str, Any]]:
-    """Reads the last row of each engine of a process, within the last megabyte of the file.
+def read_end(
+    path: Path, processes: Sequence[str]
+) -> tuple[Counter[str], dict[str, dict[str, Any]]]:
+    """Reads what the metrics file of a killed run shows of its end.
 
     Args:
         path: the metrics file.
-        process: id of the process, as in the field `run` of a line.
-
-    Returns:
-        Name of the engine, "" for a run with one engine -> the fields of its last row.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    rows: dict[str, dict[str, Any]] = {}
-    for row in read_last_lines(path, parse_metrics):
-        if row["run"] == process:
-            rows[str(row.get("engine", ""))] = row
-    return rows
-
-
-def count_changes(path: Path, processes: Sequence[str]) -> Counter[str]:
-    """Counts the changes of a run that its metrics file shows.
-
-    Args:
-        path: the metrics file.
-        processes: ids of the processes of the run.
+        processes: ids of the processes of the run, the killed one last.
 
     Returns:
         "skips" and "clips" -> number of steps, also of steps that a rollback has undone. Steps that
-        a restart repeats count once. A thinned file does not show each clipped step.
+        a restart repeats count once. A thinned file does not show each clipped step. Then the last
+        row of each engine of the last process; "" is the name of the only engine.
 
     Raises:
         OSError: the file cannot be read.
     """
     changes: list[tuple[int, int, str]] = []  # number of the attempt, step, name
-    attempt, last_process, last_step = 0, "", 0
-    for _, row in read_lines(path, parse_metrics):
-        if isinstance(row, str) or row["run"] not in processes:
-            continue
+    last: dict[str, dict[str, Any]] = {}
+    attempt, process, last_step = 0, "", 0
+    for row in _rows(path, processes, []):
         step = row["step"]
-        if row["run"] != last_process:
+        if row["run"] != process:
             changes = [each for each in changes if each[0] < attempt or each[1] < step]
         elif step < last_step:  # after a rollback
             attempt += 1
-        last_process, last_step = row["run"], step
+        process, last_step = row["run"], step
         if row.get("skip") is True:
             changes.append((attempt, step, "skips"))
         elif row.get("grad_scale", 1) != 1:
             changes.append((attempt, step, "clips"))
-    return Counter(name for _, _, name in changes)
+        if process == processes[-1]:
+            last[str(row.get("engine", ""))] = row
+    return Counter(name for _, _, name in changes), last
+
+
+def _rows(path: Path, processes: Sequence[str], damage: list[str]) -> Iterator[dict[str, Any]]:
+    """The lines of some processes in a metrics file. Adds a sentence for each damaged line."""
+    for number, line in read_lines(path, parse_metrics):
+        if isinstance(line, str):
+            damage.append(f"line {number}: {line}")
+        elif line["run"] in processes:
+            yield line
 
 
 def parse_metrics(line: bytes) -> dict[str, Any] | str:
@@ -265,21 +227,13 @@ def parse_metrics(line: bytes) -> dict[str, Any] | str:
 
 def _values(line: Mapping[str, Any]) -> tuple[float, ...]:
     """Whether a logged loss or norm is not finite, then the values of the curves, or NaN."""
-    values = dict.fromkeys(_CURVES, math.nan)
-    nonfinite = False
+    values: list[float] = []
     for name in _CURVES:
-        value = line.get(name)
-        if value is None:
-            continue
-        is_number = type(value) in (int, float)  # a bool is an int too, but no number here
-        if not is_number and value not in NONFINITE_TEXTS:
-            continue
-        try:
-            values[name] = float(value)
-        except OverflowError:  # an int of 400 digits
-            continue
-        if name in ("loss", "grad_norm") and not math.isfinite(values[name]):
-            nonfinite = True
-    if values["threshold"] == 0.0:  # 0 means no limit
-        values["threshold"] = math.nan
-    return nonfinite, *values.values()
+        value: Any = line.get(name)
+        # A bool is an int too, but no number here; an int of 400 digits is no float.
+        known = (type(value) in (int, float) and abs(value) < 1e300) or value in NONFINITE_TEXTS
+        values.append(float(value) if known else math.nan)
+    nonfinite = any(line.get(name) in NONFINITE_TEXTS for name in ("loss", "grad_norm"))
+    if values[2] == 0:  # a threshold of 0 means no limit
+        values[2] = math.nan
+    return nonfinite, *values

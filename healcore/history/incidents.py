@@ -1,10 +1,11 @@
-"""`Incident`: alarms of a run with one onset, and what was done about them."""
+"""`Incident`: alarms of a run with one onset, and what was done about them; and their counts."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -16,6 +17,8 @@ MAX_ALARMS = 100
 
 QUIET_STEPS = 10
 """Rows without an alarm that end an incident, as in the policy `default`."""
+
+_Count = TypeVar("_Count", int, int | None)
 
 
 def alarm_spans(alarm: np.ndarray, quiet_steps: int = QUIET_STEPS) -> list[tuple[int, int]]:
@@ -59,14 +62,12 @@ class Incident:
 
     An incident is a sequence of close alarms: it begins at the first alarm, its onset, and is over
     after `incident.quiet_steps` steps without an alarm. One fault that lasts 50 steps is one
-    incident, and spends one attempt of the budget. Its events are added in file order. A rollback
-    for which no detector raised an alarm has an incident too, with number 0.
+    incident, and spends one attempt of the budget. A rollback for which no detector raised an alarm
+    has an incident too, with number 0.
     """
 
     number: int
     """Number from 1, over the whole run; 0 for a rollback without an incident."""
-    attempt: int
-    """Number of the attempt in which it began, from 0."""
     onset_step: float
     """Step of the first alarm."""
     step: float
@@ -83,9 +84,7 @@ class Incident:
     """Skipped steps."""
     clipped: int | None = None
     """Steps with clipped gradients, or None if not counted."""
-    declined: bool = False
-    """Whether the last order was declined for lack of evidence or budget."""
-    responses: tuple[EventRecord, ...] = ()
+    responses: list[EventRecord] = field(default_factory=list)
     """Events of what was done: rollbacks, hooks, declined orders, a stop."""
     lr_path: tuple[float, ...] = ()
     """Learning-rate multipliers: the first, and after each cut."""
@@ -95,7 +94,7 @@ class Incident:
     """For each of `batches` its first rows of the dataset, if known."""
     skipped_batches: tuple[tuple[int, int], ...] = ()
     """(epoch, index) of the batches that a rollback has skipped."""
-    evidence: tuple[EvidenceRecord, ...] = ()
+    evidence: Sequence[EvidenceRecord] = ()
     """Tensors with unusual gradients, the worst first."""
     readings: ReadingsRecord | None = None
     """Readings of the first alarm."""
@@ -105,17 +104,18 @@ class Incident:
     """Step of the last alarm, or None if equal to `step`."""
     over: bool = False
     """Whether the incident has an event `over`."""
-    undone: bool = False
-    """Whether the run went back to a step before the onset, by a rollback or a restart."""
     undone_by: EventRecord | None = None
-    """The rollback that has undone the incident, or None if none has, or a restart has."""
-    lost: bool = False
-    """Whether its process was lost before a save. A restart repeats its steps, and counts again."""
+    """The rollback that has undone the incident, or None if none has."""
 
     @property
     def capped(self) -> bool:
         """Whether some alarms may have no event, so that `skipped` is a lower bound."""
         return self.alarms >= MAX_ALARMS
+
+    @property
+    def declined(self) -> bool:
+        """Whether the last order was declined for lack of evidence or budget."""
+        return bool(self.responses) and self.responses[-1].kind == "assessment"
 
     @property
     def rolled_back(self) -> bool:
@@ -147,81 +147,190 @@ class Incident:
         self.step = max(self.step, float(event.step or 0))
         if event.observed:
             self.mode = Mode.OBSERVE
-        self.cause = merge_names(self.cause, event.cause or ())
-        self.action = merge_names(self.action, event.action or ())
-        self.batches = self.batches or batch_ids(event)
+        self.cause = _joined(self.cause, event.cause)
+        self.action = _joined(self.action, event.action)
+        self.batches = self.batches or _batch_ids(event)
         self.rows = self.rows or event.rows or ()
         if event.kind == "alarm":
             self.alarms += 1
-            if event.skip:
-                self.skipped += 1
+            self.skipped += bool(event.skip)
             self.readings = self.readings or event.readings
-            self.evidence = self.evidence or tuple(event.evidence or ())
+            self.evidence = self.evidence or event.evidence or ()
             self.diagnosis = self.diagnosis or event.diagnosis or ""
 
-    def add_response(self, event: EventRecord, *actions: str) -> None:
-        """Adds an event of the response.
+    def respond(self, event: EventRecord, *actions: str) -> None:
+        """Adds an event of the response: a rollback, a stop, a declined order, or a hook.
 
         Args:
-            event: what was done: a rollback, a stop, a declined order, or a hook.
+            event: the event. A policy may order the same action at each step of an incident, so a
+                second declined order in a row is not added.
             *actions: names of its actions, such as "ROLLBACK".
         """
-        self.responses = (*self.responses, event)
-        self.action = merge_names(self.action, actions)
+        self.action = _joined(self.action, actions)
+        if event.kind == "assessment" and self.declined and self.responses[-1].by == event.by:
+            return
+        self.responses.append(event)
 
-    def decline(self, event: EventRecord) -> None:
-        """Adds the event `assessment` of a declined order.
-
-        A policy may order the same action at each step of an incident. So the event is added only
-        if the response before has another kind or another origin.
-
-        Args:
-            event: the event. Its field `by` says what asked for the order.
-        """
-        self.declined = True
-        if self.responses:
-            last = self.responses[-1]
-            if (last.kind, last.by) == (event.kind, event.by):
-                return
-        self.add_response(event)
-
-    def add_cut(self, event: EventRecord) -> None:
+    def cut(self, event: EventRecord) -> None:
         """Adds a cut of the learning rate, from an event with the multiplier before and after.
 
         A rollback that cuts writes two events, `rollback` and `lr`. The second event about the same
         cut has no effect.
-
-        Args:
-            event: an event `rollback` or `lr`. Without the two multipliers it is no cut.
         """
-        if event.lr_scale_before is None or event.lr_scale is None:
+        before, after = event.lr_scale_before, event.lr_scale
+        if before is None or after is None:
             return
-        if not self.lr_path:
-            self.lr_path = (event.lr_scale_before,)
-        if event.lr_scale != self.lr_path[-1]:
-            self.lr_path = (*self.lr_path, event.lr_scale)
+        self.lr_path = self.lr_path or (before,)
+        if after != self.lr_path[-1]:
+            self.lr_path = (*self.lr_path, after)
 
 
-def merge_names(names: Sequence[str], added: Sequence[str]) -> tuple[str, ...]:
-    """Joins names without duplicates.
-
-    Args:
-        names: the names so far, in order.
-        added: further names, which may repeat earlier names.
-
-    Returns:
-        The union, in order of first occurrence.
-    """
-    return tuple(dict.fromkeys((*names, *added)))
+def _joined(names: Sequence[str], added: Sequence[str] | None) -> tuple[str, ...]:
+    """The union of names, in order of first occurrence."""
+    return tuple(dict.fromkeys((*names, *(added or ()))))
 
 
-def batch_ids(event: EventRecord) -> tuple[tuple[int, int], ...]:
-    """Reads the batches of a step from its event.
-
-    Args:
-        event: any event. Without the field `batches` it names no batch.
-
-    Returns:
-        The (epoch, index) of each batch, in the order in which the step read them.
-    """
+def _batch_ids(event: EventRecord) -> tuple[tuple[int, int], ...]:
+    """The (epoch, index) of each batch of an event."""
     return tuple((epoch, index) for epoch, index in event.batches or ())
+
+
+def incidents_of(events: Iterable[EventRecord]) -> list[Incident]:
+    """Folds the events of a run into its incidents.
+
+    Args:
+        events: the events in their order, as `RunHistory.events`.
+
+    Returns:
+        The incidents, oldest first.
+    """
+    found: list[Incident] = []
+    current: Incident | None = None  # the last incident, or None after a rollback or a restart
+    for event in events:
+        step = float(event.step or 0)
+        onset = step if event.onset is None else float(event.onset)
+        match event.kind:
+            case "incident":
+                current = _opened(found, event, onset)
+            case "alarm" | "order" if event.incident:
+                if not found or found[-1].number != event.incident:  # its first event is lost
+                    _opened(found, event, step)
+                current = found[-1]
+                current.add(event)
+            case "over":
+                for incident in found:
+                    incident.over |= incident.number == event.incident
+            case "rollback":
+                _roll_back(found, event, onset)
+                current = None
+            case "start" | "resume":
+                current = None
+            case "lr" if current is not None and _is_cut(event):
+                current.cut(event)
+            case "assessment" if current is not None and event.verdict == "unknown":
+                current.respond(event)
+            case "hook" if current is not None and current.step == step:
+                overridden = event.ordered or ()
+                current.action = tuple(each for each in current.action if each not in overridden)
+                current.respond(event, *(event.action or ()))
+            case "stop" if found:
+                found[-1].respond(event, "STOP")
+    return found
+
+
+def _opened(found: list[Incident], event: EventRecord, onset: float) -> Incident:
+    """Adds the incident that begins with an event."""
+    incident = Incident(
+        number=event.incident or 0,
+        onset_step=onset,
+        step=max(onset, float(event.step or 0)),
+        cause=tuple(event.cause or ()),
+    )
+    if event.kind != "rollback":  # whose `batches` are those that it has skipped
+        incident.batches = _batch_ids(event)
+    found.append(incident)
+    return incident
+
+
+def _roll_back(found: list[Incident], event: EventRecord, onset: float) -> None:
+    """Adds a rollback to its incident, and marks the incidents that it has undone."""
+    if not found or found[-1].onset_step != onset:
+        _opened(found, event, onset)  # better weights or a hook: a rollback without an incident
+    last = found[-1]
+    last.respond(event, "ROLLBACK")
+    last.cut(event)
+    # A dict as an ordered set: two rollbacks of an incident may skip the same batch.
+    last.skipped_batches = tuple(dict.fromkeys((*last.skipped_batches, *_batch_ids(event))))
+    for incident in found:
+        if incident.onset_step >= (event.checkpoint or 0) and incident.undone_by is None:
+            incident.undone_by = event
+
+
+def _is_cut(event: EventRecord) -> bool:
+    """Whether an event `lr` is a new cut: `why` marks a decrease to the limit of an earlier one."""
+    before, after = event.lr_scale_before, event.lr_scale
+    if before is None or after is None or after >= before:
+        return False
+    return event.why is None or "CUT_LR" in (event.action or ())
+
+
+# -- counts ---------------------------------------------------------------------------------------
+
+
+class Counts(NamedTuple):
+    """Counts of a run or a replay, for reports and the postmortem.
+
+    None means unknown, which is not 0: clips, for example, are not events, so only the postmortem
+    and the metrics of a run have their number.
+    """
+
+    incidents: int = 0
+    """Incidents, including incidents whose steps a rollback has undone."""
+    rollbacks: int = 0
+    """Rollbacks that were carried out; without healing, incidents that would be rolled back."""
+    skips: int = 0
+    """Skipped steps, including steps that a rollback has undone."""
+    clips: int | None = None
+    """Steps with clipped gradients, or None if unknown."""
+    alarms: int | None = None
+    """Steps with a cause, or None if unknown."""
+    lr_cuts: int = 0
+    """Cuts of the learning rate, which only a live run counts."""
+    dropped: int = 0
+    """Steps that a loss scale has left out, which only a live run counts."""
+
+
+def name_changes(*, observes: bool, **counts: _Count) -> dict[str, _Count | int]:
+    """Renames counts of changes, if a policy that only observes has not made these changes.
+
+    Args:
+        observes: whether the policy only observes, so that nothing was changed.
+        **counts: name of a change, such as `skips` -> its number, or None if unknown.
+
+    Returns:
+        Name -> number. With `observes`, "skips" is 0, and "observed_skips" is the number of skips
+        that the policy would have made.
+    """
+    if not observes:
+        return {**counts}
+    named: dict[str, _Count | int] = dict.fromkeys(counts, 0)
+    for name, number in counts.items():
+        named[f"observed_{name}"] = number
+    return named
+
+
+def count_incidents(incidents: Sequence[Incident], /, **counts: int | None) -> Counts:
+    """Counts incidents and their responses.
+
+    Args:
+        incidents: the incidents of one run or replay.
+        **counts: fields of `Counts` that are known from elsewhere. They replace the counted ones.
+
+    Returns:
+        The counts. An incident with number 0, which is only a rollback, counts as a rollback only.
+    """
+    return Counts(
+        incidents=sum(incident.number > 0 for incident in incidents),
+        rollbacks=sum(incident.rolled_back for incident in incidents),
+        skips=sum(incident.skipped for incident in incidents),
+    )._replace(**counts)

@@ -1,4 +1,4 @@
-"""`RunHistory`: what happened in a training run, from its events."""
+"""`RunHistory`: what happened in a training run, as its list of events with folds over it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,16 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from healcore.events.json_lines import Event
+from healcore.events.kinds import Trait, has
 from healcore.events.log import TIME_FORMAT
 from healcore.events.models import Ending, EventRecord, validate
 from healcore.events.process import Process
-from healcore.events.schema import KINDS, Trait, has
-from healcore.history.counts import Counts, count_incidents
-from healcore.history.incidents import Incident, batch_ids
+from healcore.history.incidents import Counts, Incident, count_incidents, incidents_of
 
-_MAX_OUTSIDE = 1000
-"""Limit of listed alarms outside of incidents."""
-_MAX_NEWEST = 20
-"""Limit of kept events of a kind: the newest ones."""
-_COMPARED = ("earlier_weights", "intended_numbers")
-"""`EventRecord.by` of a rollback that a comparison of weights has led to."""
+_MAX_EVENTS = 10_000
+"""Limit of the kept events of a run, of about 6 kB each: the newest ones."""
+_ROUTINE = ("save", "good")
+"""Kinds of events that a healthy run writes again and again. Only their checkpoints are kept."""
 
 
 class RunState(enum.StrEnum):
@@ -58,41 +55,14 @@ class RunProcess:
 
     id: str
     """Id of the process, the field `run` of its events."""
+    first: EventRecord
+    """Its first event of any kind."""
+    last: EventRecord
+    """Its newest event of any kind. See also `add_row`."""
     start: EventRecord | None = None
     """The event of the start, or None if it is lost, for example in a torn line."""
     end: EventRecord | None = None
     """The event of the end, or None for a process that was killed or still runs."""
-    last: EventRecord | None = None
-    """Its newest event of any kind, or None without an event. See also `add_row`."""
-    diagnosis: str = ""
-    """Newest diagnosis in the events, or empty after a rollback or the end of the incident."""
-    resumed_at: int | None = None
-    """Step of the checkpoint that the process has resumed, or None."""
-    trained: bool = True
-    """False for a start that has found the run completed, and only loaded its final state."""
-    began: float | None = None
-    """Monotonic clock of its first event, in seconds."""
-
-    def add(self, event: EventRecord) -> None:
-        """Adds an event of the process, in file order.
-
-        Args:
-            event: the next event. The diagnosis of an alarm belongs to its incident, and is not
-                taken for the diagnosis of the process.
-        """
-        self.last = event
-        if event.kind == "start":
-            self.start = event
-        elif event.kind == "end":
-            self.end = event
-        elif event.kind == "resume":
-            self.resumed_at = event.checkpoint
-        if event.kind in ("rollback", "over", "retried"):  # the alert before is answered
-            self.diagnosis = ""
-        if event.kind != "alarm":
-            self.diagnosis = event.diagnosis or self.diagnosis
-        if self.began is None:
-            self.began = event.mono
 
     def add_row(self, time: float) -> None:
         """Takes a line of the metrics file for the newest record, if it is later than the events.
@@ -103,7 +73,7 @@ class RunProcess:
             time: time of the line, in seconds since 1970.
         """
         last = self.last
-        if last is None or last.time is None or last.mono is None:
+        if last.time is None or last.mono is None:
             return
         later = time - datetime.fromisoformat(last.time).timestamp()
         if later > 0:
@@ -113,9 +83,9 @@ class RunProcess:
     @property
     def seconds(self) -> float | None:
         """Duration in seconds by the monotonic clock, or None if unknown."""
-        if self.began is None or self.last is None or self.last.mono is None:
+        if self.first.mono is None or self.last.mono is None:
             return None
-        return self.last.mono - self.began
+        return self.last.mono - self.first.mono
 
     def identity(self) -> Process | None:
         """Identifies the process on its machine.
@@ -138,18 +108,13 @@ class RunProcess:
             UNKNOWN if the process ran on another machine.
         """
         if self.end is not None:
-            if self.end.ending is None:  # an ending of a newer healcore
-                return RunState.ENDED
-            return RunState(self.end.ending)
+            # Without a value it is an ending of a newer healcore.
+            return RunState(self.end.ending or RunState.ENDED)
         process = self.identity()
-        if process is None:
-            return RunState.UNKNOWN
-        gone = process.gone()
+        gone = None if process is None else process.gone()
         if gone is None:
             return RunState.UNKNOWN
-        if gone:
-            return RunState.GONE
-        return RunState.RUNNING
+        return RunState.GONE if gone else RunState.RUNNING
 
 
 class RunAttempt(NamedTuple):
@@ -181,129 +146,160 @@ class RunHistory:
             print(run.state, run.counts().incidents)
 
     `add` adds the events one by one, in file order. So the same code reads a file afterwards
-    (`runs_of`) and follows a live run (`RunLog`). The method `_on_<kind>` handles the events of a
-    kind.
+    (`runs_of`) and follows a live run (`RunLog`). All that a reader asks is a fold over `events`.
     """
 
+    events: deque[EventRecord] = field(default_factory=lambda: deque(maxlen=_MAX_EVENTS))
+    """The newest events, oldest first, without saves. A restart repeats the steps after its
+    checkpoint, so their alarms in the process before are not listed."""
     processes: list[RunProcess] = field(default_factory=list)
     """All processes, the first start first."""
     attempts: list[RunAttempt] = field(default_factory=list)
     """All attempts, oldest first."""
-    incidents: list[Incident] = field(default_factory=list)
-    """All incidents, oldest first."""
-    rollbacks: list[EventRecord] = field(default_factory=list)
-    """The events `rollback`, oldest first."""
     malformed: list[tuple[EventRecord, list[str]]] = field(default_factory=list)
     """Events with fields of the wrong type, and the names of these fields."""
-    newest: dict[str, deque[EventRecord]] = field(
-        default_factory=lambda: {kind: deque(maxlen=_MAX_NEWEST) for kind in KINDS}
-    )
-    """Kind -> its newest events."""
-    answers: Counter[str] = field(default_factory=Counter)
-    """Response to faults -> number of faults."""
-    settings: dict[str, Any] = field(default_factory=dict)
-    """Settings of the program, the newest values."""
+    checkpoints: dict[int, bool] = field(default_factory=dict)
+    """Step of each checkpoint that is not abandoned -> whether it is known-good."""
     step: int | None = None
     """Steps done."""
-    lr_scale: float | None = None
-    """Current multiplier of the learning rate."""
-    last_incident: Incident | None = None
-    """Last incident that has an event or an alarm."""
-    alarms_outside: dict[float, tuple[str, ...]] = field(default_factory=dict)
-    """Step -> causes, of the first alarms outside of incidents."""
-    alarms_undone_by: dict[float, EventRecord] = field(default_factory=dict)
-    """Step of such an alarm -> the rollback that has undone it, if it has not come again."""
-    alerts: int = 0
-    """Alerts outside of incidents, about which nothing was changed."""
-    declined: int = 0
-    """Orders that were declined."""
-    incident_count: int = 0
-    """Number of incidents, including incidents whose events were rotated away."""
-    skips: int = 0
-    """Skipped steps, including undone steps."""
-    clips: int | None = None
-    """Steps with clipped gradients, or None without a postmortem."""
     lost: int = 0
     """Events that could not be written."""
-    losses_before: dict[int, float] = field(default_factory=dict)
-    """Onset of accepted damage -> mean loss before it, where known."""
 
-    def __post_init__(self) -> None:
-        self._good_steps: set[int] = set()  # steps of the known-good checkpoints in the store
-        self._saved_steps: set[int] = set()  # steps of the checkpoints, without abandoned ones
-        self._store: str | None = None
-        self._new_skips: list[float] = []  # skipped steps since the last rollback or restart
-        # Onset of accepted damage -> first step of the checkpoints that know of it.
-        self._unrepaired: dict[int, float] = {}
-        # The same for damage for which no checkpoint could be restored.
-        self._not_restored: dict[int, float] = {}
-        self._undone_tries: set[int] = set()  # places in `rollbacks`
+    def add(self, event: Mapping[str, Any]) -> EventRecord:
+        """Adds an event.
 
-    @property
-    def last_trained(self) -> RunProcess | None:
-        """Last process that has trained, or None without a process.
+        Args:
+            event: the next event of the run, from `healcore.events.log.parse`.
 
-        A program may start again after its run has completed, for an evaluation. That process says
-        nothing about the run, so the facts of the end are those of the process before.
+        Returns:
+            The event without fields of the wrong type.
         """
-        for process in reversed(self.processes):
-            if process.trained:
-                return process
-        return None
+        record, invalid_fields = validate(event)
+        if invalid_fields:
+            self.malformed.append((record, invalid_fields))
+        if not self.processes or record.run != self.processes[-1].id:
+            self._begin_process(record)
+        self.processes[-1].last = record
+        self.lost += record.lost or 0
+        if record.step is not None and not has(record.kind, Trait.CHECKPOINT):
+            # A judged event has the step's index: one more step is done.
+            self.step = record.step + has(record.kind, Trait.JUDGED)
+        if record.kind == "rollback" and record.checkpoint is None:
+            return record  # damaged
+        self._track_checkpoints(record)
+        self._track_process(record)
+        if record.kind not in _ROUTINE:
+            self.events.append(record)
+        return record
+
+    def _begin_process(self, event: EventRecord) -> None:
+        """Adds a process, and the attempt that it begins."""
+        origin = "process" if self.attempts else "start"
+        killed = bool(self.processes) and self.processes[-1].end is None
+        self.attempts.append(RunAttempt(event.step or 0, origin, self.step, killed=killed))
+        self.processes.append(RunProcess(event.run, event, event))
+        self.step = None
+
+    def _track_checkpoints(self, event: EventRecord) -> None:
+        """Updates the checkpoints. A rollback or a restart abandons some."""
+        step = event.checkpoint
+        if step is None:
+            step = event.step or 0
+        match event.kind:
+            case "start" if self.start is not None and self.start.store != event.store:
+                self.checkpoints.clear()
+            case "save":
+                self.checkpoints[step] = False
+            case "good":
+                self.checkpoints[step] = True
+            case "save_failed":
+                self.checkpoints.pop(step, None)
+            case "damaged" if not event.other_copy and step in self.checkpoints:
+                self.checkpoints[step] = False
+            case "rollback" | "resume":
+                kept = {saved: good for saved, good in self.checkpoints.items() if saved <= step}
+                self.checkpoints = kept
+        if event.last_good is not None:
+            self.checkpoints[event.last_good] = True
+
+    def _track_process(self, event: EventRecord) -> None:
+        """Updates the process and the attempts."""
+        process, target = self.processes[-1], event.checkpoint
+        match event.kind:
+            case "start":
+                process.start = event
+            case "resume":
+                first = event.step or 0 if target is None else target
+                self._forget_from(first)
+                self.attempts[-1] = self.attempts[-1]._replace(first_step=first, origin="resume")
+            case "rollback" if target is not None:
+                skipped = len(event.batches or ())
+                self.attempts.append(RunAttempt(target, "rollback", event.step or 0, skipped))
+                self.step = target
+            case "end":
+                process.end = event
+
+    def _forget_from(self, step: int) -> None:
+        """Forgets the judged steps from `step` on since the last rollback: a restart repeats them.
+
+        The restart decides again about damage that its checkpoint does not know. A checkpoint to
+        which the run was rolled back knows of all that happened until then.
+        """
+        later: list[EventRecord] = []
+        while self.events and self.events[-1].kind not in ("rollback", "resume"):
+            event = self.events.pop()
+            if not has(event.kind, Trait.JUDGED) or (event.step or 0) < step:
+                later.append(event)
+        self.events.extend(reversed(later))
+
+    # -- folds ------------------------------------------------------------------------------------
+
+    def of(self, *kinds: str) -> list[EventRecord]:
+        """The events of some kinds, oldest first."""
+        return [event for event in self.events if event.kind in kinds]
 
     @property
     def start(self) -> EventRecord | None:
         """Newest event `start`, or None."""
-        for process in reversed(self.processes):
-            if process.start is not None:
-                return process.start
-        return None
+        return next((each.start for each in reversed(self.processes) if each.start), None)
 
     @property
     def end(self) -> EventRecord | None:
         """Event `end` of the last process, or None."""
-        if not self.processes:
-            return None
-        return self.processes[-1].end
+        return self.processes[-1].end if self.processes else None
 
     @property
     def state(self) -> RunState:
         """Whether the run is running, or how it ended."""
-        if not self.processes:
-            return RunState.UNKNOWN
-        return self.processes[-1].state()
+        return self.processes[-1].state() if self.processes else RunState.UNKNOWN
+
+    @property
+    def observes(self) -> bool:
+        """Whether the policy only observes."""
+        return self.start is not None and self.start.mode == "observe"
 
     @property
     def last_good(self) -> int | None:
         """Step of the newest known-good checkpoint, or None."""
-        return max(self._good_steps, default=None)
+        return max((step for step, good in self.checkpoints.items() if good), default=None)
 
     @property
     def last_saved(self) -> int | None:
         """Step of the newest checkpoint that no rollback and no restart has abandoned, or None."""
-        return max(self._saved_steps, default=None)
+        return max(self.checkpoints, default=None)
 
     @property
-    def unrepaired(self) -> tuple[int, ...]:
-        """Onsets of the damage that the weights have.
-
-        The damage has come back after each rollback, or no checkpoint could be restored.
-        """
-        return tuple(sorted({*self._unrepaired, *self._not_restored}))
-
-    @property
-    def undone_tries(self) -> int:
-        """Number of rollbacks whose changes were undone, because they have not helped."""
-        return len(self._undone_tries)
+    def lr_scale(self) -> float | None:
+        """Newest multiplier of the learning rate in the last process, or None."""
+        for event in reversed(self.events):
+            if event.run == self.processes[-1].id and event.lr_scale is not None:
+                return event.lr_scale
+        return None
 
     @property
-    def rollbacks_in_force(self) -> list[EventRecord]:
-        """The rollbacks without those whose changes were undone, because they have not helped."""
-        found: list[EventRecord] = []
-        for place, event in enumerate(self.rollbacks):
-            if place not in self._undone_tries:
-                found.append(event)
-        return found
+    def rollbacks(self) -> list[EventRecord]:
+        """The events `rollback`, oldest first."""
+        return self.of("rollback")
 
     @property
     def steps_lost(self) -> int:
@@ -313,304 +309,96 @@ class RunHistory:
     @property
     def why_lost(self) -> str:
         """Why the newest lost steps were not repeated, or empty if no step is lost."""
-        why = ""
-        for rollback in self.rollbacks:
-            if rollback.steps_lost:
-                why = rollback.why or ""
-        return why
+        return next((each.why or "" for each in reversed(self.rollbacks) if each.steps_lost), "")
 
     @property
-    def observes(self) -> bool:
-        """Whether the policy only observes."""
-        start = self.start
-        return start is not None and start.mode == "observe"
+    def answers(self) -> Counter[str]:
+        """Response to faults -> number of faults."""
+        return Counter(event.answer or "" for event in self.of("fault"))
 
-    def add(self, event: Mapping[str, Any]) -> EventRecord:
-        """Adds an event.
+    @property
+    def alerts(self) -> int:
+        """Alerts outside of incidents, about which nothing was changed."""
+        return sum(not event.incident for event in self.of("alert"))
+
+    @property
+    def declined(self) -> int:
+        """Orders that were declined."""
+        return sum(event.verdict == "unknown" for event in self.of("assessment"))
+
+    @property
+    def incidents(self) -> list[Incident]:
+        """All incidents, oldest first."""
+        return incidents_of(self.events)
+
+    @property
+    def last_incident(self) -> Incident | None:
+        """Last incident that has an event or an alarm."""
+        return next((each for each in reversed(self.incidents) if each.number), None)
+
+    def alarms_outside(self, *, undone: bool = True) -> dict[float, tuple[str, ...]]:
+        """Finds the alarms outside of incidents.
 
         Args:
-            event: the next event of the run, from `healcore.events.events_file.parse`.
+            undone: whether to include alarms that a rollback has undone and that have not come
+                again.
 
         Returns:
-            The event without fields of the wrong type.
+            Step -> causes.
         """
-        record, invalid_fields = validate(event)
-        kind = record.kind
-        step = float(record.step or 0)
-        if invalid_fields:
-            self.malformed.append((record, invalid_fields))
-        if not self.processes or record.run != self.processes[-1].id:
-            self._begin_process(record.run, step)
-        self.processes[-1].add(record)
-        self._track_checkpoints(record)
-        if kind in KINDS:
-            self.newest[kind].append(record)
-        if record.step is not None and not has(kind, Trait.CHECKPOINT):
-            self.step = record.step
-            if has(kind, Trait.JUDGED):  # the event has the step's index: one more step is done
-                self.step += 1
-        if record.lr_scale is not None:
-            self.lr_scale = record.lr_scale
-        self.settings |= record.settings or {}
-        self.lost += record.lost or 0
-        handler = getattr(self, f"_on_{kind}", None)
-        if handler is not None:
-            handler(record, step)
-        return record
+        alarms: dict[float, tuple[str, ...]] = {}
+        for event in self.of("alarm", "rollback"):
+            if event.kind == "alarm" and not event.incident:
+                alarms[event.step or 0] = tuple(event.cause or ())
+            elif event.kind == "rollback" and not undone:
+                kept = [step for step in alarms if step < (event.checkpoint or 0)]
+                alarms = {step: alarms[step] for step in kept}
+        return alarms
 
-    def _begin_process(self, process: str, step: float) -> None:
-        """Adds a process, and the attempt that it begins."""
-        origin = "start"
-        if self.attempts:
-            origin = "process"
-        killed = bool(self.processes) and self.processes[-1].end is None
-        self.attempts.append(RunAttempt(step, origin, self.step, killed=killed))
-        self.processes.append(RunProcess(process))
-        self.step = None
-        self.lr_scale = None
+    @property
+    def unrepaired(self) -> tuple[int, ...]:
+        """Onsets of the damage that the weights have.
+
+        The damage has come back after each rollback, or no checkpoint could be restored.
+        """
+        damage: dict[int, str | None] = {}
+        for event in self.of("assessment", "rollback"):
+            if event.kind == "rollback":  # undoes what could not be restored before
+                target = event.checkpoint or 0
+                for onset in [each for each, by in damage.items() if by == "nothing"]:
+                    if onset >= target:
+                        del damage[onset]
+            elif event.verdict == "accepted" and event.onset is not None:
+                damage.setdefault(event.onset, event.by)
+            elif event.verdict == "recovered":
+                damage.pop(event.onset, None)
+        return tuple(sorted(damage))
+
+    @property
+    def losses_before(self) -> dict[int, float]:
+        """Onset of accepted damage -> mean loss before it, where known."""
+        accepted = [each for each in self.of("assessment") if each.verdict == "accepted"]
+        return {each.onset: each.loss_before for each in accepted if each.loss_before is not None}
 
     def counts(self) -> Counts:
-        """Counts incidents, rollbacks, skips and clips so far.
+        """Counts incidents, rollbacks and skips so far.
 
         Returns:
-            The counts. Each may be too low, because not every alarm has an event; the postmortem,
-            if it was added, has the exact numbers.
+            The counts. Each may be too low, because not every alarm has an event; the postmortem
+            has the exact numbers.
         """
+        incidents = self.incidents
+        # The events of older incidents may have been rotated away.
+        numbers = [each.number for each in incidents]
+        at_end = [event.incidents or 0 for event in self.of("end")]
         counts = count_incidents(
-            self.incidents, incidents=self.incident_count, skips=self.skips, clips=self.clips
+            incidents,
+            incidents=max([*numbers, *at_end, 0]),
+            skips=sum(bool(event.skip) for event in self.of("alarm")),
         )
         if self.rollbacks:  # one incident may have several rollbacks
             return counts._replace(rollbacks=len(self.rollbacks))
         return counts  # a policy that observes has only incidents that would be rolled back
-
-    def add_postmortem(self, written: Mapping[str, Any]) -> None:
-        """Adds the counts of a postmortem: clips, and skips without an event.
-
-        Args:
-            written: the JSON object of the postmortem file. Values that are no integers have no
-                effect, because the file may be damaged.
-        """
-        skips = written.get("observed_skips", written.get("skips"))
-        if type(skips) is int:
-            self.skips = max(self.skips, skips)
-        clips = written.get("observed_clips", written.get("clips"))
-        if type(clips) is int:
-            self.clips = max(self.clips or 0, clips)
-        onsets = written.get("unrepaired")
-        if isinstance(onsets, list) and all(type(onset) is int for onset in onsets):
-            self._unrepaired = dict.fromkeys(onsets, 0.0)
-            self._not_restored.clear()
-
-    def _track_checkpoints(self, event: EventRecord) -> None:
-        """Updates the steps of the checkpoints, all and known-good. A rollback abandons some."""
-        step = event.checkpoint
-        if step is None:
-            step = event.step
-        if event.kind == "start" and event.store != self._store:
-            self._store = event.store
-            self._good_steps.clear()
-            self._saved_steps.clear()
-        elif event.kind == "save" and step is not None:
-            self._saved_steps.add(step)
-        elif event.kind == "save_failed" and step is not None:
-            self._saved_steps.discard(step)
-        elif event.kind == "good" and step is not None:
-            self._good_steps.add(step)
-        elif event.kind in ("rollback", "resume") and step is not None:
-            self._good_steps = {good for good in self._good_steps if good <= step}
-            self._saved_steps = {saved for saved in self._saved_steps if saved <= step}
-        elif event.kind == "damaged" and step is not None and not event.other_copy:
-            self._good_steps.discard(step)
-        if event.last_good is not None:
-            self._good_steps.add(event.last_good)
-
-    def _undo(self, step: float, rollback: EventRecord | None = None) -> None:
-        """Marks incidents and alarms from `step` on as undone, by a rollback or by a restart."""
-        for incident in self.incidents:
-            if incident.onset_step >= step and not incident.undone:
-                incident.undone = True
-                incident.undone_by = rollback
-        if rollback is None:
-            return
-        for alarm in self.alarms_outside:
-            if alarm >= step:
-                self.alarms_undone_by.setdefault(alarm, rollback)
-
-    def _undo_tries(self, onset: int) -> None:
-        """Marks the rollbacks for the damage that begins at a step as undone."""
-        for place, event in enumerate(self.rollbacks):
-            if event.by in _COMPARED and onset <= (event.step or 0):
-                self._undone_tries.add(place)
-
-    def _lose(self, step: float) -> None:
-        """Takes back the counts since the last rollback from `step` on: the restart counts again.
-
-        The counts of the run are saved with its checkpoints, so the run itself counts them once.
-        """
-        for incident in self.incidents:
-            if incident.attempt != len(self.attempts) - 2 or incident.onset_step < step:
-                continue
-            incident.lost = True
-            if incident.number:
-                self.incident_count = min(self.incident_count, incident.number - 1)
-        self.skips -= sum(skipped >= step for skipped in self._new_skips)
-        self._new_skips.clear()
-
-    def _on_resume(self, event: EventRecord, step: float) -> None:
-        first = step
-        if event.checkpoint is not None:
-            first = float(event.checkpoint)
-        self._undo(first)
-        self._lose(first)
-        # The restart decides again about damage that its checkpoint does not know.
-        for damage in (self._unrepaired, self._not_restored):
-            for onset, known in [*damage.items()]:
-                if known > first:
-                    del damage[onset]
-        self.attempts[-1] = self.attempts[-1]._replace(first_step=first, origin="resume")
-
-    def _on_rollback(self, event: EventRecord, step: float) -> None:
-        target = event.checkpoint
-        if target is None:
-            return
-        self.step = target
-        if event.by in _COMPARED and event.onset in self._unrepaired:
-            self._undo_tries(event.onset)
-        # The restored checkpoint knows of all damage that was accepted so far.
-        for damage in (self._unrepaired, self._not_restored):
-            for onset, known in damage.items():
-                damage[onset] = min(known, target)
-        for onset in [*self._not_restored]:
-            if onset >= target:
-                del self._not_restored[onset]
-        self.rollbacks.append(event)
-        self._new_skips.clear()
-        onset = _onset(event, step)
-        if not self.incidents or self.incidents[-1].onset_step != onset:
-            self._open(event, onset)  # better weights or a hook: a rollback without an incident
-        last = self.incidents[-1]
-        last.add_response(event, "ROLLBACK")
-        skipped = batch_ids(event)
-        # A dict as an ordered set: two rollbacks of an incident may skip the same batch.
-        last.skipped_batches = tuple(dict.fromkeys((*last.skipped_batches, *skipped)))
-        last.add_cut(event)
-        self._undo(float(target), event)
-        self.attempts.append(RunAttempt(float(target), "rollback", step, len(skipped)))
-
-    def _on_incident(self, event: EventRecord, step: float) -> None:
-        self.incident_count = max(self.incident_count + 1, event.incident or 0)
-        self._open(event, _onset(event, step))
-        self.last_incident = self.incidents[-1]
-
-    def _on_over(self, event: EventRecord, step: float) -> None:
-        for incident in self.incidents:
-            if incident.number == event.incident:
-                incident.over = True
-
-    def _on_alarm(self, event: EventRecord, step: float) -> None:
-        if event.skip:
-            self.skips += 1
-            self._new_skips.append(step)
-        if event.incident:
-            self._on_order(event, step)
-        elif step in self.alarms_outside or len(self.alarms_outside) < _MAX_OUTSIDE:
-            self.alarms_outside[step] = tuple(event.cause or ())
-            self.alarms_undone_by.pop(step, None)  # it has come again in a repeat
-
-    def _on_order(self, event: EventRecord, step: float) -> None:
-        if not event.incident:
-            return
-        if not self.incidents or self.incidents[-1].number != event.incident:
-            self._open(event, step)  # its event `incident` is lost
-        self.last_incident = self.incidents[-1]
-        self.last_incident.add(event)
-
-    def _on_alert(self, event: EventRecord, step: float) -> None:
-        if not event.incident:
-            self.alerts += 1
-
-    def _on_fault(self, event: EventRecord, step: float) -> None:
-        self.answers[event.answer or ""] += 1
-
-    def _on_hook(self, event: EventRecord, step: float) -> None:
-        last = self._incident_of_attempt()
-        if last is None or last.step != step:
-            return
-        overridden = event.ordered or ()
-        last.action = tuple(name for name in last.action if name not in overridden)
-        last.add_response(event, *(event.action or ()))
-
-    def _on_lr(self, event: EventRecord, step: float) -> None:
-        before = event.lr_scale_before
-        after = event.lr_scale
-        if before is None or after is None or not after < before:
-            return
-        # `why` marks a decrease to the limit of an earlier cut, which is not a new cut.
-        if event.why is not None and "CUT_LR" not in (event.action or ()):
-            return
-        last = self._incident_of_attempt()
-        if last is not None:
-            last.add_cut(event)
-
-    def _on_assessment(self, event: EventRecord, step: float) -> None:
-        if event.verdict == "accepted" and event.onset is not None:
-            damage = self._unrepaired
-            if event.by == "nothing":
-                damage = self._not_restored
-            damage.setdefault(event.onset, step + 1)
-            if event.loss_before is not None:
-                self.losses_before[event.onset] = event.loss_before
-        if event.verdict == "recovered" and event.onset is not None:
-            for damage in (self._unrepaired, self._not_restored):
-                damage.pop(event.onset, None)
-        if event.verdict != "unknown":
-            return
-        self.declined += 1
-        if self.last_incident is not None and not self.last_incident.undone:
-            self.last_incident.decline(event)
-
-    def _on_stop(self, event: EventRecord, step: float) -> None:
-        if self.incidents:
-            self.incidents[-1].add_response(event, "STOP")
-            self.incidents[-1].declined = False
-
-    def _on_end(self, event: EventRecord, step: float) -> None:
-        self.incident_count = max(self.incident_count, event.incidents or 0)
-        process = self.processes[-1]
-        if len(self.processes) > 1 and event.ending is Ending.COMPLETED:
-            before = self.processes[-2].end
-            if before is not None and before.ending is Ending.COMPLETED:
-                process.trained = process.resumed_at != event.step
-        if not process.trained:
-            self.attempts.pop()
-
-    def _incident_of_attempt(self) -> Incident | None:
-        """The last incident, or None if it belongs to an earlier attempt."""
-        if not self.incidents or self.incidents[-1].attempt != len(self.attempts) - 1:
-            return None
-        return self.incidents[-1]
-
-    def _open(self, event: EventRecord, onset: float) -> None:
-        """Adds the incident that begins with an event."""
-        incident = Incident(
-            number=0,
-            attempt=len(self.attempts) - 1,
-            onset_step=onset,
-            step=max(onset, float(event.step or 0)),
-            cause=tuple(event.cause or ()),
-        )
-        # The `batches` of a rollback are those that it has skipped.
-        if event.kind != "rollback":
-            incident.number = event.incident or self.incident_count
-            incident.batches = batch_ids(event)
-        self.incidents.append(incident)
-
-
-def _onset(event: EventRecord, step: float) -> float:
-    """The onset of the event's incident, or the event's step if the event has no incident."""
-    if event.onset is None:
-        return step
-    return float(event.onset)
 
 
 def is_continuation(events: Iterable[Event]) -> bool:

@@ -11,7 +11,7 @@ from healcore.console import counted
 from healcore.core.decision import Cause, names_of
 from healcore.events.json_lines import to_json
 from healcore.events.models import Ending
-from healcore.history.counts import name_changes
+from healcore.history.incidents import name_changes
 from healcore.runtime.data import BatchId
 from healcore.runtime.reporting.diagnosis import (
     UNREPAIRED,
@@ -161,7 +161,7 @@ class HealingReport:
         counts = ", ".join(f"{name} {number}" for name, number in self.counts.items() if number)
         known_good = f"step {self.last_good}"
         if self.last_good is None:
-            known_good = f"none{why_no_good_checkpoint(self.steps, self.probation)}"
+            known_good = f"none{why_no_good_checkpoint(self.probation)}"
         incidents = f"{len(self.history)}"
         if self.history:
             incidents += f", {self.recoveries} of them over"

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from healcore import __version__
+from healcore.events.kinds import ENVELOPE, KINDS, SCHEMA, EventKind, Trait
 from healcore.events.models import EventRecord
-from healcore.events.schema import ENVELOPE, KINDS, SCHEMA, EventKind, Trait
 
 PAGE = Path(__file__).parents[2] / "docs" / "events.md"
 BEGIN = "<!-- kinds: begin (written by python -m tests.events.page_tables) -->"

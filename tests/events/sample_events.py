@@ -8,7 +8,7 @@ import jsonschema
 
 from healcore.core.decision import Action, Cause
 from healcore.core.step_record import Readings, SuspectGradient
-from healcore.events import schema
+from healcore.events import kinds
 from tests.events.page_tables import json_schema
 
 EXPORTED = json_schema()
@@ -75,7 +75,7 @@ SAMPLES: dict[str, dict[str, Any]] = {
 def problems(event: Mapping[str, Any]) -> list[str]:
     """What is wrong with an event, unknown kinds and fields included, unlike `json_schema`."""
     kind = event.get("kind")
-    found = [] if kind in schema.KINDS else [f"kind {kind!r} is none of {', '.join(schema.KINDS)}"]
+    found = [] if kind in kinds.KINDS else [f"kind {kind!r} is none of {', '.join(kinds.KINDS)}"]
     known = EXPORTED["properties"]
     found += [f"{kind} has a field {name!r} that no event has" for name in event.keys() - known]
     return found + [f"{kind}: {error.message:.200}" for error in VALIDATOR.iter_errors(event)]

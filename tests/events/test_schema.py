@@ -13,9 +13,8 @@ from healcore.core.decision import Action, Cause, Decision
 from healcore.core.step_record import Readings
 from healcore.events import Log, read
 from healcore.events.json_lines import to_json
+from healcore.events.kinds import ENVELOPE, KINDS, MAX_ROWS, batch_names, sentence
 from healcore.events.models import EventRecord, validate
-from healcore.events.schema import ENVELOPE, KINDS, sentence
-from healcore.events.sentences import MAX_ROWS, batch_names
 from healcore.runtime.run_options import IncidentContext
 from tests.events import page_tables
 from tests.events.sample_events import EXPORTED, READINGS, SAMPLES, VALIDATOR, problems
@@ -119,7 +118,7 @@ def test_the_example_on_the_page_is_valid(tmp_path):
 
 @pytest.mark.parametrize(
     ("number", "end"),
-    [(2, "(rows 0, 1)"), (40, "14, 15 and 24 more)"), (MAX_ROWS, "14, 15 and more)")],
+    [(2, "(rows 0, 1)"), (40, "2, 3 and 36 more)"), (MAX_ROWS, "2, 3 and more)")],
 )
 def test_a_list_of_rows_that_is_cut_has_the_number_of_the_others(number, end):
     """An event has the first rows only, so the number of the others in a large batch is unknown."""
@@ -152,7 +151,7 @@ def test_a_list_of_rows_that_is_cut_has_the_number_of_the_others(number, end):
         ),
         pytest.param(
             {"rows": [list(range(32))], "skip": True},
-            "14, 15 and 16 more)",
+            "2, 3 and 28 more)",
             id="rows of a skipped batch",
         ),
         pytest.param(

@@ -104,16 +104,19 @@ def steps_of(store: Path, kind: str) -> list[int]:
 # -- what an alert says ----------------------------------------------------------------------------
 
 
-def test_a_warning_that_has_ended_has_advice_on_the_console_and_in_the_postmortem(
+def test_a_warning_that_has_ended_names_its_page_and_has_advice_in_the_postmortem(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     train_on(of_one(falling(90, {30: 40.0, 60: 40.0})), store=tmp_path)
     advice = FAILURES[Cause.LOSS_SPIKE].diagnosis
-    first, second = [line for line in capsys.readouterr().err.splitlines() if "loss spike" in line]
-    assert first.endswith(f"nothing is changed. {advice}")
-    assert second.endswith("nothing is changed"), "the advice is the same"
+    lines = capsys.readouterr().err.splitlines()
+    for line in [line for line in lines if "loss spike" in line]:
+        assert line.endswith("nothing is changed")
+        assert len(line) <= 160
+    pages = [line for line in lines if "docs/faults.md" in line]
+    assert pages == ["healcore: what to check: docs/faults.md#loss_spike"], "once"
     (postmortem,) = postmortems(tmp_path)
-    assert f"Look at: - {advice}" in " ".join(postmortem["diagnosis"].split())
+    assert f"Check: {advice}" in " ".join(postmortem["diagnosis"].split())
 
 
 @pytest.mark.parametrize("cause", ["PLATEAU", "OVERFIT", "NONFINITE_LOSS", "LOSS_SPIKE"])
@@ -195,7 +198,8 @@ def test_the_advice_of_a_run_that_never_moved_is_told(tmp_path, capsys):
 
     report = healer.report()
     assert (report.converged, report.history) == (False, ())
-    assert report.advice == (FAILURES[Cause.PLATEAU].diagnosis,)
+    (advice,) = report.advice
+    assert advice == f"{FAILURES[Cause.PLATEAU].diagnosis} (docs/faults.md#slow_convergence)"
 
     (postmortem,) = postmortems(tmp_path)
     assert postmortem["cause"] == ["PLATEAU"]

@@ -86,7 +86,7 @@ def test_the_last_line_names_only_what_is_on_disk(tmp_path, monkeypatch, caplog)
         train(loop_of("torch"), policy, range(40), store=tmp_path)
     assert "it resumes from the checkpoint of step 10" in str(ended.value)
     (last_line,) = [each for each in caplog.messages if each.startswith("ended by")]
-    assert last_line.endswith("; checkpoint 10 is on disk, newest known-good checkpoint: step 10")
+    assert last_line.endswith("; checkpoint 10 is on disk; newest known-good checkpoint: step 10")
     assert events(tmp_path, "end")[-1]["last_good"] == 10
     failed = [each["step"] for each in events(tmp_path, "save_failed")]
     assert sorted(set(failed)) == [15, 20, 25, 30, 35, 40]

@@ -45,7 +45,7 @@ def test_an_incident_has_its_rollback():
     assert case.evidence[0].name == "w"
     assert [each.kind for each in case.responses] == ["rollback"]
     assert run.attempts == [(0, "start", None, 0, False), (2, "rollback", 6, 2, False)]
-    assert (run.step, len(run.rollbacks), run.skips) == (3, 1, 2)
+    assert (run.step, len(run.rollbacks), run.counts().skips) == (3, 1, 2)
 
 
 def test_a_checkpoint_is_known_good_while_a_copy_is_intact():
@@ -84,15 +84,6 @@ def test_a_rollback_without_an_incident_has_no_number():
     assert (counts.incidents, counts.rollbacks) == (2, 1)
 
 
-def test_skips_without_an_event_are_in_the_postmortem():
-    """A rollback undoes skipped steps that were not read yet, which have no event."""
-    run = run_of(BEGIN, ("alarm", 4, NAN), ("rollback", 6, BACK), ("alarm", 9, NAN))
-    assert run.skips == 2
-    for written in ({"skips": 3}, {}, {"skips": "9"}, {"skips": 1}):
-        run.add_postmortem(written)
-        assert run.skips == 3
-
-
 @pytest.mark.parametrize(
     ("first", "together"),
     [
@@ -121,20 +112,6 @@ def run_of_processes(*happened: list[Any]) -> RunHistory:
     return run
 
 
-def test_a_start_of_a_completed_run_is_no_part_of_its_training():
-    trained = [("save", 9, {}), COMPLETED]
-    run = run_of_processes(trained, [RESUMED, COMPLETED], [RESUMED, COMPLETED])
-    assert [each.trained for each in run.processes] == [True, False, False]
-    assert run.last_trained is run.processes[0]
-    assert [each.origin for each in run.attempts] == ["start"]
-    longer = ("end", 12, {"ending": "completed"})
-    run = run_of_processes(trained, [RESUMED, COMPLETED], [RESUMED, longer])
-    assert [each.trained for each in run.processes] == [True, False, True]
-    killed_at_its_end = run_of_processes([("save", 9, {})], [RESUMED, COMPLETED])
-    assert killed_at_its_end.last_trained is killed_at_its_end.processes[1]
-    assert RunHistory().last_trained is None
-
-
 def test_what_a_kill_has_lost_counts_once():
     """The run counts what its checkpoint knows: a restart repeats the steps after the save."""
     second = ("incident", 7, {"incident": 2, "onset": 7, "cause": ["NONFINITE_LOSS"]})
@@ -142,23 +119,16 @@ def test_what_a_kill_has_lost_counts_once():
     first = [BEGIN, ("alarm", 4, NAN), ("save", 6, {}), second, skipped]
     resume = ("resume", 6, {"checkpoint": 6})
     run = run_of_processes(first, [resume, second, skipped])
-    assert [each.number for each in run.incidents] == [1, 2, 2]
-    assert [each.lost for each in run.incidents] == [False, True, False]
+    assert [each.number for each in run.incidents] == [1, 2]
     assert run.attempts[1] == (6, "resume", 8, 0, True)
-    assert run.skips == run.counts().skips == 2
-    assert run.counts().incidents == run.incident_count == 2
+    assert run.counts().skips == 2
+    assert run.counts().incidents == 2
     assert [fault.first for fault in faults_found(run)] == [4.0, 7.0]
     # A rollback has saved its counts with the restored checkpoint, so a restart keeps them.
     back = ("rollback", 8, {**BACK, "checkpoint": 6, "onset": 7})
     run = run_of_processes([*first, back], [resume, second, skipped])
-    assert [each.lost for each in run.incidents] == [False, False, False]
-    assert run.skips == 3
-
-
-def test_the_diagnosis_of_an_alert_ends_with_its_rollback():
-    alert = ("alert", 5, {"cause": ["LOSS_SPIKE"], "diagnosis": "look at the data"})
-    assert run_of(alert).processes[-1].diagnosis == "look at the data"
-    assert run_of(alert, ("rollback", 6, BACK)).processes[-1].diagnosis == ""
+    assert [each.number for each in run.incidents] == [1, 2, 2]
+    assert run.counts().skips == 3
 
 
 def test_how_a_run_ended():
@@ -191,13 +161,11 @@ def test_a_thinned_curve_keeps_its_outliers(length, limit, places):
     special = {"^": 1e6, "v": -1e6, "?": np.nan, "!": np.inf}
     for at, kind in places:
         loss[at % length] = special[kind]
-    index = np.arange(length) * 3 + 5  # gaps: rows that could not be read
-    at = thin(index, {"loss": loss, "norm": norm}, limit)
-    kept = index[at]
+    at = kept = thin({"loss": loss, "norm": norm}, limit)
     assert len(kept) <= limit
     assert len(kept) >= (length if length <= limit else limit // 8)
     assert (np.diff(kept) > 0).all()
-    assert (kept[0], kept[-1]) == (index[0], index[-1])
+    assert (kept[0], kept[-1]) == (0, length - 1)
     for curve in (loss, norm):
         finite = np.isfinite(curve)
         if finite.any():
@@ -251,20 +219,10 @@ ACCEPTED = {"onset": 30, "cause": [], "verdict": "accepted", "by": "earlier_weig
 def test_damage_that_is_accepted_is_not_repaired():
     run = run_of(("rollback", 50, TRIED), ("assessment", 45, ACCEPTED))
     assert run.unrepaired == (30,)
-    assert run.undone_tries == 0, "the run continues where it is, with what was tried"
     later = ("rollback", 90, {**TRIED, "onset": 80, "checkpoint": 60})
     assert run_of(("assessment", 45, ACCEPTED), later).unrepaired == (30,)
     older = run_of(("rollback", 50, TRIED), ("assessment", 45, {**ACCEPTED, "verdict": "damage"}))
     assert older.unrepaired == (), "a file of an earlier version does not say so"
-
-
-def test_the_last_rollback_undoes_the_tries():
-    """The rollbacks for other trouble stay in force."""
-    other = ("rollback", 15, {**TRIED, "onset": 8, "checkpoint": 5})
-    trial, last = ("rollback", 50, {**TRIED, "batches": [[0, 30]]}), ("rollback", 46, TRIED)
-    run = run_of(other, trial, ("assessment", 45, ACCEPTED), last)
-    assert (run.unrepaired, run.undone_tries) == ((30,), 1)
-    assert [each.step for each in run.rollbacks_in_force] == [15, 46]
 
 
 @pytest.mark.parametrize(
@@ -290,11 +248,4 @@ def test_damage_without_a_usable_checkpoint_is_not_repaired_until_a_rollback_und
     run = run_of(left, ("rollback", 90, {**TRIED, "checkpoint": 60}))
     assert run.unrepaired == (30,), "the restored checkpoint has the damage"
     run = run_of(left, ("rollback", 90, TRIED))
-    assert (run.unrepaired, run.undone_tries) == ((), 0)
-
-
-def test_the_postmortem_has_the_damage_that_was_not_repaired():
-    run = run_of(("rollback", 50, TRIED))
-    for written in ({"unrepaired": [30, 80]}, {}, {"unrepaired": "9"}):
-        run.add_postmortem(written)
-        assert run.unrepaired == (30, 80)
+    assert run.unrepaired == ()

@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from healcore.events import events_file
+from healcore.events import log
 from healcore.policy import PolicyError, dumps, load
 from healcore.tools.probe import checkpoint, optimizer
 from healcore.tools.probe.checks import CheckpointInputs, OptimizerInputs, run_probe
@@ -66,7 +66,7 @@ READERS: dict[str, tuple[bytes, str, Callable[[Path], object]]] = {
     "JSON Lines": (LINES.encode(), "log.jsonl", _traced),
     "Trainer": (DOCUMENT.encode(), "log.json", _traced),
     "TensorBoard": (tensorboard(9), "log", _traced),
-    "events": (EVENT * 3, "events", events_file.read),
+    "events": (EVENT * 3, "events", log.read),
     "policy": (dumps(load("default")).encode(), "p.toml", _reads(load, PolicyError)),
 }
 """Format -> content, name of the file, and its reader with its own errors suppressed."""

@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, BeforeValidator, Field
 
 from healcore.core.errors import HealcoreError
-from healcore.events.sentences import rows_text
+from healcore.events.kinds import rows_text
 from healcore.runtime.data.loader_parts import AnyLoader, LoaderState, is_type, samplers_of
 from healcore.runtime.store import values
 
@@ -122,7 +122,7 @@ class BatchId(_Numbers):
 
     rows: list[int] | None = None
     """The first rows of the dataset in a batch that was read, at most
-    `healcore.events.sentences.MAX_ROWS`, or None if unknown. They are no part of the id."""
+    `healcore.events.kinds.MAX_ROWS`, or None if unknown. They are no part of the id."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:

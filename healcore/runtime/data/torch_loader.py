@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from healcore.events.sentences import MAX_ROWS
+from healcore.events.kinds import MAX_ROWS
 from healcore.runtime.data.loader_adapter import BatchIterator, LoaderAdapter, catch_unreadable
 from healcore.runtime.data.loader_parts import (
     AnyBatch,

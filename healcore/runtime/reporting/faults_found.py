@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from healcore.console import counted
-from healcore.events.schema import sentence
-from healcore.events.sentences import flags_text
+from healcore.events.kinds import flags_text, sentence
 from healcore.history import Incident, Mode, RunHistory
 
 
@@ -39,24 +38,21 @@ def faults_found(history: RunHistory) -> list[FaultFound]:
     """
     faults: list[FaultFound] = []
     for incident in history.incidents:
-        if incident.lost:  # the restart has repeated its steps, with an incident of its own
-            continue
         where = _steps_text(incident.onset_step, incident.end)
         remedies = _remedies(incident)
         text = f"{where}: {incident_cause_text(incident)}. {'. '.join(remedies)}."
         has_remedy = bool(incident.skipped or incident.responses)
         faults.append(FaultFound(incident.onset_step, has_remedy, text))
     alarms: dict[tuple[str, ...], list[float]] = {}
-    for step, causes in sorted(history.alarms_outside.items()):
-        if step not in history.alarms_undone_by:
-            alarms.setdefault(causes, []).append(step)
+    for step, causes in sorted(history.alarms_outside(undone=False).items()):
+        alarms.setdefault(causes, []).append(step)
     for causes, steps in alarms.items():
         text = f"{_steps_text(steps[0], steps[-1])}: {flags_text(causes)}"
         if len(steps) > 1:
             text += f" at {len(steps):,} steps"
         text += ". No remedy: an alarm alone changes nothing."
         faults.append(FaultFound(steps[0], False, text))
-    for event in (*history.newest["fault"], *history.newest["retried"]):
+    for event in history.of("fault", "retried")[-20:]:
         if event.kind == "fault" and event.answer in (None, "save"):
             continue  # the exception ended the run, as the headline says
         step = float(event.step or 0)

@@ -12,14 +12,14 @@ from typing import Any
 
 from healcore import console, regular_file
 from healcore.core.decision import LASTING, Cause
-from healcore.events import events_file, log
-from healcore.events.file_names import process_path
+from healcore.events import log
 from healcore.events.json_lines import to_json
+from healcore.events.log import process_path
 from healcore.events.metrics import COMPARED
 from healcore.events.models import Ending, EventRecord
 from healcore.history import RunHistory, RunState, runs_of
-from healcore.history.counts import name_changes
-from healcore.history.curves import count_changes, read_last_rows
+from healcore.history.curves import read_end
+from healcore.history.incidents import name_changes
 from healcore.runtime.faults.failures import causes_of
 from healcore.runtime.reporting.diagnosis import explain
 from healcore.runtime.reporting.run_outcome import RunOutcome
@@ -91,14 +91,14 @@ def _fields(
     counts = outcome.counts
     process = history.processes[-1]
     start = process.start or EventRecord()
-    last = process.last or EventRecord()
+    last = process.last
     seconds = process.seconds
     if outcome.ending == Ending.KILLED:  # the calling process is another process
         ended = last.time or ""
     else:
         ended = log.now()
-        if process.began is not None:
-            seconds = time.monotonic() - process.began
+        if process.first.mono is not None:
+            seconds = time.monotonic() - process.first.mono
     if seconds is not None:
         seconds = round(seconds, 6)
     lost_events = history.lost
@@ -186,7 +186,7 @@ def read_last_run(events: Path) -> RunHistory | None:
     try:
         if not events.is_file():
             return None
-        runs = runs_of(events_file.read(events).by_process())
+        runs = runs_of(log.read(events).by_process())
     except Exception as error:
         console.warning(f"the last run in {events} cannot be read: {error!r}")
         return None
@@ -243,8 +243,8 @@ def outcome_of_killed(history: RunHistory, metrics: Path | None = None) -> RunOu
     try:
         rows: dict[str, dict[str, Any]] = {}
         if metrics is not None and metrics.is_file():
-            rows = _last_rows(metrics, history)
-            changes = count_changes(metrics, [each.id for each in history.processes])
+            changes, rows = read_end(metrics, [each.id for each in history.processes])
+            rows = _not_undone(rows, history)
             skips, clips = max(counts.skips, changes["skips"]), changes["clips"] or None
             counts = counts._replace(skips=skips, clips=clips)
         for engine, row in rows.items():
@@ -272,12 +272,11 @@ def outcome_of_killed(history: RunHistory, metrics: Path | None = None) -> RunOu
     )
 
 
-def _last_rows(metrics: Path, history: RunHistory) -> dict[str, dict[str, Any]]:
+def _not_undone(rows: dict[str, dict[str, Any]], history: RunHistory) -> dict[str, dict[str, Any]]:
     """Engine -> the last row of a killed run, unless a rollback has undone it."""
     last_rollback = 0.0
     for event in history.rollbacks:
         if event.time is not None:  # a row has milliseconds
             time_of = datetime.fromisoformat(event.time).timestamp()
             last_rollback = max(last_rollback, round(time_of, 3))
-    rows = read_last_rows(metrics, history.processes[-1].id)
     return {engine: row for engine, row in rows.items() if float(row["time"]) > last_rollback}

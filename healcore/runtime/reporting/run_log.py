@@ -54,7 +54,7 @@ class RunLog:
         A hook that raises is reported as an event `problem`, and does not stop the run.
 
         Args:
-            kind: kind of the event, a key of `healcore.events.schema.KINDS`.
+            kind: kind of the event, a key of `healcore.events.kinds.KINDS`.
             step: index of the optimizer step, or None.
             **fields: the further fields, see `Log.write`.
 

@@ -13,11 +13,10 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from healcore.adapter_registry import MissingExtraError
 from healcore.core.step_record import StepRecord
+from healcore.events.kinds import ENVELOPE, Trait, flags_text, has, sentence
 from healcore.events.metrics import COMPARED, NUMBERS
 from healcore.events.models import validate
 from healcore.events.process import Process
-from healcore.events.schema import ENVELOPE, Trait, has, sentence
-from healcore.events.sentences import flags_text
 
 MAX_WAIT = 10.0  # seconds for which the end of a run waits for its trackers
 MAX_PENDING = 10_000  # limit of pending records of a slow tracker, which then loses the oldest

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from healcore.core.decision import Cause
 from healcore.events import Log
-from healcore.events.file_names import metrics_path
+from healcore.events.log import metrics_path
 from healcore.events.metrics import MetricsLog
 from healcore.runtime.data.sources import Sources
 from healcore.runtime.driver import Driver, LossFn

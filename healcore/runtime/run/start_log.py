@@ -47,7 +47,7 @@ def log_previous_end(log: RunLog, history: RunHistory | None, *, kill_text: str)
     if kill_text:
         log.warning(kill_text)
     elif history is not None and history.state is RunState.EXCEPTION:
-        faults = history.newest["fault"]
+        faults = history.of("fault")
         if faults and faults[-1].problem:
             problem = faults[-1].problem.partition("\n")[0]
             log.warning(f"the previous start ended at step {faults[-1].step}: {problem:.200}")

@@ -21,7 +21,7 @@ from healcore.tools.cli.groups import SubcommandGroup
 from healcore.tools.output import CANNOT_RUN, check_outputs, echo, fail, report_errors, write_output
 
 if TYPE_CHECKING:  # imported in the functions, so that other commands start fast
-    from healcore.events.events_file import LineProblem
+    from healcore.events.log import LineProblem
 
 OK, DAMAGED = 0, 1
 
@@ -175,8 +175,8 @@ class _AlarmKey:
 
 def _joined_line(alarms: Sequence[dict[str, Any]]) -> str:
     """Formats similar alarms in a row: their steps, their causes, and the range of their losses."""
+    from healcore.events.kinds import flags_text
     from healcore.events.models import validate
-    from healcore.events.sentences import flags_text
 
     records = [validate(alarm)[0] for alarm in alarms]
     losses: list[float] = []
@@ -193,8 +193,8 @@ def _joined_line(alarms: Sequence[dict[str, Any]]) -> str:
 
 def _line(event: dict[str, Any]) -> str:
     """Formats an event: its time, its step, its kind, and a sentence or its fields as JSON."""
+    from healcore.events.kinds import ENVELOPE, sentence
     from healcore.events.models import validate
-    from healcore.events.schema import ENVELOPE, sentence
 
     fields = {name: value for name, value in event.items() if name not in ENVELOPE}
     text = sentence(validate(event)[0])
@@ -231,7 +231,7 @@ def _shorten(value: object, limit: int = 400) -> str:
 
 def _default_page(file: Path, count: int) -> Path:
     """The page of a run is next to its events. A page of several runs belongs to none of them."""
-    from healcore.events.file_names import stem
+    from healcore.events.log import stem
 
     if count > 1:
         return Path(SEVERAL_RUNS)

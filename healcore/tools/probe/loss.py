@@ -164,7 +164,7 @@ def _measure(
     if len(finite):
         initial_loss = float(finite[0])
         best = float(finite.min())
-    kept = thin(np.arange(len(curve.value)), {"value": curve.value}, _CURVE_POINTS)
+    kept = thin({"value": curve.value}, _CURVE_POINTS)
     return {
         "values": len(curve.value),
         "files": trace.files,

@@ -21,11 +21,10 @@ from healcore.core.array_namespace import shortest_decimal
 from healcore.core.decision import NONFINITE, Action, Cause, names_of
 from healcore.core.engine import Engine
 from healcore.core.errors import HealcoreError
-from healcore.events.sentences import flags_text
+from healcore.events.kinds import flags_text
 from healcore.history import Curves, Incident, Mode
-from healcore.history.counts import count_incidents
 from healcore.history.curves import thinned
-from healcore.history.incidents import MAX_ALARMS, alarm_spans
+from healcore.history.incidents import MAX_ALARMS, alarm_spans, count_incidents
 from healcore.history.run_history import RunAttempt
 from healcore.policy import Policy, PolicyLike, dumps
 from healcore.policy.loader import resolve
@@ -477,7 +476,6 @@ def _incident(rows: np.recarray, lr_before: np.float32, number: int) -> Incident
         lr_path = (shortest_decimal(lr_before), shortest_decimal(rows.lr_scale[-1]))
     return Incident(
         number=number,
-        attempt=int(rows.attempt[0]),
         onset_step=float(rows.step[0]),
         step=float(rows.step[place]),
         last_step=float(rows.step[-1]),

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from healcore.console import counted
+from healcore.events.kinds import flags_text
 from healcore.events.models import EventRecord
-from healcore.events.sentences import flags_text
 from healcore.history import Curves, Incident
 from healcore.history.run_history import RunAttempt
 from healcore.tools.report.incident_text import skipped_text

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from healcore.console import counted
-from healcore.events.schema import sentence
-from healcore.events.sentences import lr_text
+from healcore.events.kinds import lr_text, sentence
 from healcore.history import Incident, Mode
 
 

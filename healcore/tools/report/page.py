@@ -104,7 +104,7 @@ def _paragraphs(text: str) -> list[str]:
     """The paragraphs of a text whose lines are wrapped. A line that continues one is indented."""
     paragraphs: list[str] = []
     for line in text.splitlines():
-        if paragraphs and line.startswith("  ") and not line.lstrip().startswith("- "):
+        if paragraphs and line.startswith("  "):
             paragraphs[-1] += f" {line.strip()}"
         else:
             paragraphs.append(line.strip())

@@ -12,15 +12,15 @@ import numpy as np
 from healcore.console import counted, first_lines, first_of
 from healcore.core.errors import HealcoreError
 from healcore.events import read
-from healcore.events.file_names import metrics_path, stem
+from healcore.events.kinds import sentence
+from healcore.events.log import metrics_path, stem
 from healcore.events.models import EventRecord
-from healcore.events.schema import sentence
 from healcore.history import Curves, Mode, RunHistory, RunState, runs_of
-from healcore.history.counts import count_incidents
 from healcore.history.curves import read_metrics, thinned
+from healcore.history.incidents import Counts, count_incidents
 from healcore.history.run_history import RunAttempt
 from healcore.runtime.reporting import postmortem
-from healcore.runtime.reporting.diagnosis import explain, later_ones_need
+from healcore.runtime.reporting.diagnosis import explain
 from healcore.runtime.reporting.postmortem import outcome_of_killed
 from healcore.tools.report.page_report import MAX_LINES, PageReport, ending_text
 
@@ -113,8 +113,12 @@ def find_events_file(path: Path) -> Path:
 
 def _report_on(path: Path, history: RunHistory) -> PageReport:
     """Builds the report on one run of the events file `path`."""
-    process = history.last_trained or history.processes[-1]
-    written, obstacle = _read_postmortem(path, process.id)
+    written, obstacle = {}, ""
+    for process in reversed(history.processes):
+        written, obstacle = _read_postmortem(path, process.id)
+        # A start of a completed run, as for an evaluation, has no postmortem of its own.
+        if written or obstacle or process.end is None:
+            break
     metrics = metrics_path(path)
     curves, curve_notes = _read_curves(metrics, history)
     start = history.start or EventRecord()
@@ -126,7 +130,7 @@ def _report_on(path: Path, history: RunHistory) -> PageReport:
     notes += _notes_of_run(history)
     diagnosis = written.get("diagnosis")
     if not isinstance(diagnosis, str):
-        diagnosis = process.diagnosis
+        diagnosis = ""
         if state is RunState.GONE:  # the next start will write the postmortem
             outcome = outcome_of_killed(history, metrics)
             diagnosis = explain(outcome)
@@ -135,7 +139,6 @@ def _report_on(path: Path, history: RunHistory) -> PageReport:
                 "clips": outcome.counts.clips,
                 "skips": outcome.counts.skips,
             }
-    history.add_postmortem(written)
     mode = Mode.HEAL
     if history.observes:
         mode = Mode.OBSERVE
@@ -147,16 +150,29 @@ def _report_on(path: Path, history: RunHistory) -> PageReport:
         fingerprint=start.fingerprint or "",
         curves=curves,
         incidents=tuple(history.incidents),
-        counts=history.counts()._replace(incidents=count_incidents(history.incidents).incidents),
+        counts=_counts(history, written),
         facts=_facts(path, history, state, written),
         state=state,
         notes=tuple(notes),
         attempts=_attempts(path, history),
-        alarms_outside=history.alarms_outside,
-        assessments=tuple(history.newest["assessment"]),
+        alarms_outside=history.alarms_outside(),
+        assessments=tuple(history.of("assessment")[-MAX_LINES:]),
         diagnosis=diagnosis,
         unrepaired=history.unrepaired,
     )
+
+
+def _counts(history: RunHistory, written: dict[str, Any]) -> Counts:
+    """The counts of a run. Only its postmortem has all clips, and skips without an event."""
+    counts = history.counts()
+    counts = counts._replace(incidents=count_incidents(history.incidents).incidents)
+    skips = written.get("observed_skips", written.get("skips"))
+    if type(skips) is int:  # the file may be damaged
+        counts = counts._replace(skips=max(skips, counts.skips))
+    clips = written.get("observed_clips", written.get("clips"))
+    if type(clips) is int:
+        counts = counts._replace(clips=clips)
+    return counts
 
 
 def _name_of(path: Path) -> str:
@@ -173,7 +189,7 @@ def _attempts(path: Path, history: RunHistory) -> tuple[RunAttempt, ...]:
     Only its postmortem has this step, because the events of a healthy process end with a save.
     """
     attempts: list[RunAttempt] = []
-    processes = iter([process for process in history.processes if process.trained])
+    processes = iter(history.processes)
     before = next(processes)
     for attempt in history.attempts:
         if attempt.origin in ("process", "resume"):
@@ -202,10 +218,9 @@ def _notes_of_run(history: RunHistory) -> list[str]:
         lost = counted(history.lost, "event is", "events are")
         notes.append(f"{lost} lost, because writing to the disk failed.")
     reported: list[str] = []
-    for kind in ("save_failed", "damaged", "problem"):
-        for event in history.newest[kind]:
-            if event.problem is not None:
-                reported.append(f"step {event.step}: {event.problem}")
+    for event in history.of("save_failed", "damaged", "problem"):
+        if event.problem is not None:
+            reported.append(f"step {event.step}: {event.problem}")
     return notes + first_lines(reported, MAX_LINES, "reported by the run: ")
 
 
@@ -266,17 +281,14 @@ def _facts(
     if state in (RunState.GONE, RunState.KILLED) and written.get("step") is not None:
         step_at_end = f"{written['step']} or later"
     faults: list[str] = []
-    events = (*history.newest["fault"], *history.newest["retried"])
-    for event in sorted(events, key=lambda event: event.step or 0):
+    for event in history.of("fault", "retried")[-MAX_LINES:]:
         faults.append(f"step {event.step}: {sentence(event).removeprefix('fault: ')}")
     framework = (start.framework, versions.get(start.framework or ""))
     last_good = history.last_good
     if last_good is None:
         last_good = written.get("last_good")
-    if state is RunState.COMPLETED and last_good is not None and last_good != step_at_end:
-        last_good = f"{last_good} ({later_ones_need(None)})"
     settings: list[str] = []
-    for name, value in history.settings.items():
+    for name, value in (start.settings or {}).items():
         if name != "policy":
             settings.append(f"{name} {value}")
     saved_every = None

@@ -116,7 +116,6 @@ def test_events_show_has_a_sentence_for_each_kind(tmp_path):
         ("good", 100, {}),
         ("data", 100, {"outcome": "rewound", "rewound": True}),
         ("data", 100, {"outcome": "continues forward: no position", "rewound": False}),
-        ("data", 0, {"outcome": "a loader is read", "settings": {"batch size of loader 0": 16}}),
         ("skipped_batches", 9, {"batches": [[0, 4], [1, 5]]}),
         ("assessment", 370, {**weights, "verdict": "worse"}),
         ("assessment", 421, {**weights, "verdict": "damage"}),
@@ -129,13 +128,12 @@ def test_events_show_has_a_sentence_for_each_kind(tmp_path):
     lines = healcore_cli("events", "show", str(tmp_path)).stdout.splitlines()[1:]
     better = "are better on the same batches, since step 351"
     assert [line[48:].strip() for line in lines] == [
-        "checkpoint 0 is copied in 3.4 ms, before the first step",
-        "checkpoint 100 is copied in 12.3 s",
-        "checkpoint 150 is copied, of another version",
+        "checkpoint 0 is copied in 3.4 ms (first)",
+        "checkpoint 100 is copied in 12.3 s (regular)",
+        "checkpoint 150 is copied (of another version)",
         "checkpoint 100 is known-good",
-        "the data is rewound",
-        "the data continues forward: no position",
-        "a loader is read: batch size of loader 0 16",
+        "data: rewound",
+        "data: continues forward: no position",
         "skipped: epoch 0 batch 4, epoch 1 batch 5",
         f"the weights of step 300 {better}; the run has time to recover",
         f"the weights of step 300 {better}",

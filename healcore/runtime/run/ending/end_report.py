@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from healcore.console import error_text, first_of, with_short_arrays
 from healcore.core.decision import Cause
 from healcore.core.errors import HealcoreError
+from healcore.events.kinds import batch_names
 from healcore.events.models import Ending
-from healcore.events.sentences import batch_names
 from healcore.runtime.faults.classification import Fault, is_broken_connection
 from healcore.runtime.faults.nan_checks import nan_variables
 from healcore.runtime.reporting import postmortem

@@ -15,8 +15,8 @@ from healcore.console import is_logged, passes_power_of_ten
 from healcore.core.decision import Action, Cause, names_of
 from healcore.core.engine.config import RuleConfig
 from healcore.core.step_record import SKIPS, StepRecord
+from healcore.events.kinds import sentence
 from healcore.events.models import EventRecord
-from healcore.events.schema import sentence
 from healcore.history.incidents import MAX_ALARMS
 from healcore.runtime.faults.failures import Severity, failures_of
 from healcore.runtime.reporting.nonfinite_steps import by_optimizer_text
@@ -90,7 +90,7 @@ class Alarms:
         self._outside = 0
         """Number of alarms outside of incidents."""
         self._explained: set[str] = set()
-        """Diagnoses on the console so far: a line has each of them once."""
+        """Failures whose page the console has named."""
 
     # -- incidents ------------------------------------------------------------------------------
 
@@ -199,8 +199,7 @@ class Alarms:
         by_optimizer = by_optimizer_text(record.lr) if record.by_optimizer else None
         event = self._write_event(judged, by_optimizer, has_line=has_line)
         if has_line:
-            explanation = by_optimizer or failures_of(record.cause)[0].diagnosis
-            self._write_line(judged, sentence(event), explanation)
+            self._write_line(judged, sentence(event))
 
     def _count(self, judged: JudgedRecord) -> int:
         """Counts an alarm, and returns its number in its incident, or outside of incidents.
@@ -245,25 +244,27 @@ class Alarms:
             **_batch_fields(result),
         )
 
-    def _write_line(self, judged: JudgedRecord, text: str, explanation: str) -> None:
-        """Writes the console line of an alarm.
+    def _write_line(self, judged: JudgedRecord, text: str) -> None:
+        """Writes the console line of an alarm, and once the page about its failure.
 
         Args:
             judged: the record of the alarm.
             text: the sentence about its event.
-            explanation: the diagnosis, which the first line with it has too.
         """
         which = ""
         if judged.incident is not None:
             which = f"incident {judged.number}: "
         line = f"step {judged.result.index}: {which}{text}"
-        if explanation not in self._explained:
-            self._explained.add(explanation)
-            line += f". {explanation}"
-        if failures_of(judged.record.cause)[0].severity is Severity.ERROR:
+        if judged.record.by_optimizer:
+            line += "; the optimizer made NaN or Inf of a finite gradient"
+        failure = failures_of(judged.record.cause)[0]
+        if failure.severity is Severity.ERROR:
             self.run.log.error(line)
         else:
             self.run.log.warning(line)
+        if failure.name not in self._explained:
+            self._explained.add(failure.name)
+            self.run.log.info(f"what to check: docs/faults.md#{failure.name}")
 
     def _rate_of(self, record: StepRecord) -> float | None:
         """The learning rate of a step, or None if it is unknown.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from healcore.core.decision import Action, Cause
 from healcore.core.step_record import StepRecord
 from healcore.events.metrics import COMPARED
-from healcore.history.counts import name_changes
+from healcore.history.incidents import name_changes
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from healcore.console import counted, first_of, passes_power_of_ten
 from healcore.core.decision import NONFINITE, Action, Cause, names_of
 from healcore.core.step_record import SKIPS
-from healcore.events.sentences import flags_text
+from healcore.events.kinds import flags_text
 from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.envelope import Envelope
 from healcore.runtime.run.healthy_ranges import HealthyValues

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 from healcore.console import counted, first_of
 from healcore.core.decision import Cause, names_of
+from healcore.events.kinds import flags_text, sentence
 from healcore.events.models import EventRecord
-from healcore.events.schema import sentence
-from healcore.events.sentences import flags_text
 from healcore.runtime.run.rollback.holding import LASTING_STEPS
 from healcore.runtime.run.rollback.remedy import MAX_ACCEPTED
 from healcore.runtime.run.trouble import RollbackRecord, Trouble, TroubleCause
