@@ -56,6 +56,8 @@ def to_json(value: object) -> JsonValue:
         return value
     if isinstance(value, enum.Flag):
         return [*names_of(value)]
+    if isinstance(value, enum.Enum):
+        return to_json(value.value)
     if isinstance(value, int):
         return int(value) if abs(value) < 1 << 63 else _shortened(str(value))
     if isinstance(value, float):
