@@ -143,7 +143,7 @@ def _word(event: EventRecord, name: str) -> str:
         case "steps_repeated" | "steps_lost":
             return counted(value, "step is", "steps are")
         case "seconds":
-            return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.2g} ms"
+            return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.1f} ms"
         case "held":
             return ", ".join(value)
         case "moments_reset":
