@@ -43,7 +43,7 @@ of a step is its `StepRecord`. The driver copies it to the host in the backgroun
 2. Write an `ArrayFormat` (`healcore.runtime.store.array_format`) for `store`.
 3. Enter the class in `healcore.adapter_registry.PROVIDED`, under "driver", and let `framework_of`
    in `healcore.runtime.driver_choice` recognize a state of the framework.
-4. `tests/runtime/run/compare/toy_driver.py` is a driver of a model of one number, for comparisons.
+4. `tests/runtime/run/witness/toy_driver.py` is a driver of a model of one number, for comparisons.
    `adapters/jax/driver/driver.py` is the shorter of the two drivers in this repository.
 
 How a loss and a state reach healcore differs: a torch step does not see the loss, so the program
@@ -427,21 +427,18 @@ class Driver(abc.ABC):
         loss_fn: LossFn,
         batches: Iterable[Any],
         weights: Weights | None = None,
-        *,
-        redraw: bool = False,
     ) -> list[Any]:
         """The result of `loss_fn` for each batch, on the host, in training mode.
 
         Without gradients, unless `loss_fn` computes some; `.grad` is unchanged afterwards. Every
         call draws the random numbers that the next step will draw, so that two calls differ by the
-        weights only; with `redraw` other numbers. The run's state is unchanged afterwards.
+        weights only. The run's state is unchanged afterwards.
 
         Args:
             loss_fn: the user's function.
             batches: batches as the loop receives them.
             weights: result of `copy_weights`, or None for the current weights. Everything else
                 in the state stays: other buffers, averages of the weights, teachers.
-            redraw: whether to draw other random numbers.
 
         Raises:
             WeightsChanged: `weights` is a copy of other parameters. `loss_fn` was not called.

@@ -24,11 +24,11 @@ from healcore.runtime.reporting.trackers import TrackersLike, select
 from healcore.runtime.run.batches.batch_loop import BatchLoop, loop_over_blocks
 from healcore.runtime.run.batches.number_loops import loop_over_epochs, loop_over_steps
 from healcore.runtime.run.call_retries import retries_of
-from healcore.runtime.run.compare.credit import FORWARD_PASS
-from healcore.runtime.run.compare.loss_function import loss_of
 from healcore.runtime.run.ending.end import EndedBy, RunEnd, end_run
 from healcore.runtime.run.run import Run
 from healcore.runtime.run.start import open_run
+from healcore.runtime.run.witness.loss_function import loss_of
+from healcore.runtime.run.witness.witness import FORWARD_PASS
 from healcore.runtime.run_options import (
     CHECKPOINTS,
     LOGGING,
@@ -541,8 +541,8 @@ class Healer(Generic[State]):
         weight = 1.0
         if run.out_of_memory.part is not None:
             weight = run.out_of_memory.part.weight
-        if batch is not None and run.step_batches.add_observed(batch, weight):
-            run.comparisons.loss_function.gives_loss = True
+        if batch is not None:
+            run.step_batches.add_observed(batch, weight)
         run.hang_guard.resume()  # a hang between the loss and the optimizer's step counts
         run.driver.observe(loss, optimizer, weight=weight)
 

@@ -340,8 +340,8 @@ def test_copies_of_weights_from_before_a_change_are_not_compared(tmp_path):
     anchors = []
 
     def look(healer: Healer) -> None:
-        comparisons = run_of(healer).comparisons  # type: ignore[union-attr]
-        anchors.append((healer.step, [each.step for each in comparisons.anchors]))
+        comparisons = run_of(healer).witness  # type: ignore[union-attr]
+        anchors.append((healer.step, [each.step for each in comparisons.state.anchors]))
 
     saves = Checkpoints(every=5)
     state = program.state

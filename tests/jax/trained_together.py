@@ -241,7 +241,7 @@ def compared(root: Path, fault: str) -> dict[str, Any]:
         **compared_ranks.options(rollbacks),
     )
     with healer:
-        compared_ranks.watched(run_of(healer).comparisons, seen)
+        compared_ranks.watched(run_of(healer).witness, seen)
         for number in healer.batches(list(range(compared_ranks.STEPS))):
             damages = fault == "damage" and number == FAULT and not damaged
             damaged |= damages

@@ -10,7 +10,7 @@ from torch.optim import AdamW
 
 from healcore import Checkpoints, Hooks, Logging
 from healcore.runtime.healer import Healer
-from healcore.runtime.run.compare.comparisons import Comparisons
+from healcore.runtime.run.witness.witness import Witness
 from tests.healer.run_directory import events_of
 from tests.open_run import run_of
 from tests.torch.forked_ranks import folder, serve
@@ -42,20 +42,19 @@ def options(rollbacks: list[Any], file: Path | None = None) -> dict[str, Any]:
     }
 
 
-def watched(comparisons: Comparisons, seen: list[Any]) -> None:
+def watched(witness: Witness, seen: list[Any]) -> None:
     """Notes every pair of losses that is compared, and the anchor."""
-    evaluate = comparisons.losses_of
+    evaluate = witness.losses_of
 
-    def losses_of(steps: Any, anchor: Any, known: Any = None) -> Any:
-        found = evaluate(steps, anchor, known)
+    def losses_of(steps: Any, anchor: Any) -> Any:
+        found = evaluate(steps, anchor)
         assert found is not None
-        now, then = found
+        now, then = [each for each, _ in found], [each for _, each in found]
         indices = [each.index for each in steps]
-        if indices != [anchor.step]:  # that is the check of the loss_fn, which compares nothing
-            seen.append({"steps": indices, "anchor": anchor.step, "now": now, "then": then})
+        seen.append({"steps": indices, "anchor": anchor.step, "now": now, "then": then})
         return found
 
-    comparisons.losses_of = losses_of  # type: ignore[method-assign]
+    witness.losses_of = losses_of  # type: ignore[method-assign]
 
 
 def run(case: str) -> dict[str, Any]:
@@ -94,9 +93,8 @@ def run(case: str) -> dict[str, Any]:
         loss_fn=loss_fn,
         **options(rollbacks, file),
     ) as healer:
-        comparisons: Any = run_of(healer).comparisons
         if fault != "raises":
-            watched(comparisons, compared)
+            watched(run_of(healer).witness, compared)
         for number in healer.batches(list(range(STEPS * parts))):
             step, which = divmod(number, parts)
             if fault in ("damage", "raises") and step == FAULT and not damaged:

@@ -43,7 +43,7 @@ from healcore.jax.optax_states import check_second_iterates
 from healcore.jax.trees import Leaf, Path, PyTree, map_nodes, node_at, nodes
 from healcore.runtime.driver import Driver, WeightsChanged
 from healcore.runtime.engine_names import check_engines
-from healcore.runtime.run.compare.loss_function import NotComparable
+from healcore.runtime.run.witness.loss_function import NotComparable
 
 _MASKS = (optax.MaskedState, optax.transforms.PartitionState)
 """States of optimizers whose parameters may be no subtree of the program's state."""
@@ -368,8 +368,6 @@ class JaxWeights(Driver):
         loss_fn: Callable[..., Any],
         batches: Iterable[Any],
         weights: Mapping[str, Any] | None = None,
-        *,
-        redraw: bool = False,
     ) -> list[Any]:
         """See `Driver.losses_of`. `loss_fn` takes state and batch, or of nnx objects the batch.
 
@@ -380,7 +378,6 @@ class JaxWeights(Driver):
             loss_fn: the program's function.
             batches: the batches to evaluate.
             weights: a result of `copy`, or None for the current weights.
-            redraw: whether other random keys are used, to see by how much the loss varies.
 
         Returns:
             The results of `loss_fn` in host memory, one for each batch.
@@ -399,9 +396,6 @@ class JaxWeights(Driver):
             raise NotComparable("the step has donated the batch: remove it from donate_argnums")
         live = self._live.read()
         in_place = self._live.in_place
-        if redraw:
-            for path, leaf in tree_leaves_with_path(live):
-                replaced[keystr(path)] = _other_key(leaf)
 
         def with_weights(path: Path, leaf: Leaf) -> Any:
             new = replaced.get(keystr(path), leaf)
@@ -453,14 +447,3 @@ def _copy(leaf: Leaf) -> Any:
     if next(iter(leaf.sharding.device_set)).platform == "cpu":
         return jnp.copy(leaf)
     return jax.device_put(leaf, leaf.sharding.with_memory_kind("pinned_host"))
-
-
-def _other_key(leaf: Leaf) -> Any:
-    """Another random key, or the leaf if it is not a key. Raw keys and counts are uint32."""
-    kind = getattr(leaf, "dtype", None)
-    if kind is not None and jnp.issubdtype(kind, jax.dtypes.prng_key):
-        data = _other_key(jax.random.key_data(leaf))
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-    if kind == np.uint32:
-        return leaf + 1
-    return leaf

@@ -328,11 +328,9 @@ class TorchDriver(Driver):
         loss_fn: Callable[..., Any],
         batches: Iterable[Any],
         weights: Mapping[Key, Tensor] | None = None,
-        *,
-        redraw: bool = False,
     ) -> list[Any]:
         """See `Driver.losses_of`, and `TorchWeights.losses_of`."""
-        return self._weights.losses_of(loss_fn, batches, weights, redraw=redraw)
+        return self._weights.losses_of(loss_fn, batches, weights)
 
     def keep_weight_sample(self) -> None:
         """See `Driver.keep_weight_sample`."""

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -30,8 +28,6 @@ A forward pass may replace a buffer by a new tensor, so the id of a buffer does 
 """
 STATISTICS = ("running_mean", "running_var")
 """Names of the floating buffers that a copy holds: the statistics of batch normalization."""
-_OTHER_SEED = 987_654_321
-"""A seed that hardly any program uses."""
 
 
 class TorchWeights:
@@ -112,8 +108,6 @@ class TorchWeights:
         loss_fn: Callable[..., Any],
         batches: Iterable[Any],
         weights: Mapping[Key, Tensor] | None = None,
-        *,
-        redraw: bool = False,
     ) -> list[Any]:
         """See `Driver.losses_of`.
 
@@ -124,7 +118,6 @@ class TorchWeights:
             loss_fn: the user's function.
             batches: batches as the loop receives them.
             weights: the result of `copy`, or None for the current weights.
-            redraw: whether to draw other random numbers than the next step will.
 
         Returns:
             The result of `loss_fn` for each batch, on the host.
@@ -140,17 +133,12 @@ class TorchWeights:
             mixed = torch.autocast(*self.autocast)
         try:
             with isolated(), self._replaced_by(weights), mixed:
-                if redraw:
-                    # `isolated` restores the states of before.
-                    torch.manual_seed(_OTHER_SEED)
-                    random.seed(_OTHER_SEED)
-                    np.random.seed(_OTHER_SEED)  # noqa: NPY002 -- users do
                 return [_loss(loss_fn, batch) for batch in batches]
         except RuntimeError as error:
             if self._differentiates or "not require grad" not in str(error):
                 raise
         self._differentiates = True
-        return self.losses_of(loss_fn, batches, weights, redraw=redraw)
+        return self.losses_of(loss_fn, batches, weights)
 
     def reshard(self) -> None:
         """Frees parameters that a forward pass of FSDP has gathered. They hide the shards.

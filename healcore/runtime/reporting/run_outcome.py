@@ -103,7 +103,7 @@ class RunOutcome(NamedTuple):
             steps_lost=sum(each.lost for each in lost),
             why_lost=lost[-1].why_lost if lost else "",
             steps_skipped=0 if run.recovery.counts_steps else run.step_batches.skipped_steps,
-            compares=run.comparisons.is_enabled,
+            compares=run.witness.is_enabled,
             unrepaired=tuple(run.ledger.damage_left),
             **fields,
         )

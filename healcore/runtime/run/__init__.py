@@ -21,7 +21,7 @@ The docstring of `Loop._between_steps` has the order of the work between two ste
 
     batches/         from a loader to the step that trains on a batch
     incidents/       records of steps: events, metrics and orders
-    compare/         compares weights with earlier weights
+    witness/         compares weights with earlier weights
     rollback/        decides what to do
     restore/         does it, and resumes at a start
     checkpoints/     saves, deletes, and knows

@@ -79,17 +79,18 @@ class BatchParts:
         """
         return self._number(batch, limit) < self.number(batch)
 
-    def to_evaluate(self, batch: Any) -> WeightedParts:
+    def to_evaluate(self, batch: Any, least: int) -> WeightedParts:
         """The parts in which the `loss_fn` evaluates a batch.
 
         Args:
             batch: a batch of the `loss_fn`.
+            least: min number of parts, unless the batch has fewer samples.
 
         Returns:
             The parts and their weights, which sum to 1; without parts of weight 0.
         """
         form = self._to_split(batch)
-        parts = self._number(form, self._evaluation_limit)
+        parts = self._number_to_evaluate(form, least)
         if parts == 1:
             return [(batch, 1.0)]
         pieces = split(form, parts)
@@ -101,61 +102,33 @@ class BatchParts:
                 weighted.append((self._to_evaluate_from(piece), weight))
         return weighted
 
-    def evaluation_gains_from(self, batch: Any, limit: int) -> bool:
-        """Whether the `loss_fn` would evaluate a batch in fewer parts of up to `limit` samples.
+    def divisible_parts(self, batch: Any, least: int) -> int:
+        """The number of parts of `to_evaluate`, or 0 if they cannot be halved.
 
         Args:
             batch: a batch of the `loss_fn`.
-            limit: largest number of samples in a part during a trial of larger parts.
+            least: see `to_evaluate`.
         """
         form = self._to_split(batch)
-        larger = self._number(form, self._limit_with(limit))
-        return larger < self._number(form, self._evaluation_limit)
+        parts = self._number_to_evaluate(form, least)
+        return parts if parts < self._samples(form) else 0
 
-    def size_to_evaluate(self, batch: Any) -> int:
-        """Number of samples in the largest part of `to_evaluate`.
+    def _number_to_evaluate(self, form: Any, least: int) -> int:
+        """At least the parts in which a step trains: a whole batch would run out of memory."""
+        return max(self.number(form), min(least, self._samples(form)))
 
-        When memory runs out while weights are compared, the largest such part of all batches is the
-        size that is halved.
-
-        Args:
-            batch: a batch as the `loss_fn` receives it.
-
-        Returns:
-            The number of samples, or 1 if the batch cannot be split: then nothing can be halved.
-        """
-        if self.obstacle:
-            return 1
-        form = self._to_split(batch)
+    def _samples(self, batch: Any) -> int:
+        """Number of samples of a batch, or 1 if it cannot be split: the whole batch may fit."""
         try:
-            samples = count_samples(form)
+            return 1 if self.obstacle else count_samples(batch)
         except UnsplittableBatch:
             return 1
-        return largest_part(samples, self._number(form, self._evaluation_limit))
-
-    @property
-    def _evaluation_limit(self) -> int | None:
-        """Largest number of samples in a part that the `loss_fn` evaluates, or None without one."""
-        return self._limit_with(self._record.evaluation_size.limit)
-
-    def _limit_with(self, of_evaluations: int | None) -> int | None:
-        """The smaller of the limit of the steps and a limit of evaluations, or None without one."""
-        of_steps = self._record.part_size.limit
-        if of_steps is None:
-            return of_evaluations
-        if of_evaluations is None:
-            return of_steps
-        return min(of_steps, of_evaluations)
 
     def _number(self, batch: Any, limit: int | None) -> int:
         """The smallest power of two, or one part a sample, with which no part exceeds a limit."""
-        if limit is None or self.obstacle:
+        if limit is None:
             return 1
-        try:
-            samples = count_samples(batch)
-        except UnsplittableBatch:
-            return 1  # the whole batch may fit
-        parts = 1
+        samples, parts = self._samples(batch), 1
         while largest_part(samples, parts) > limit:
             parts = min(2 * parts, samples)
         return parts
@@ -180,8 +153,8 @@ class PartSize:
     after `GOOD_STEPS` steps, parts twice as large are tried, once: a size that was tried and that
     has not fitted is not tried again.
 
-    The steps and the comparisons of a run each have a size. Its values are a part of the run's
-    record and depend on the number of the step, never on the clock.
+    Its values are a part of the run's record and depend on the number of the step, never on the
+    clock. A comparison of weights follows the same rule.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")

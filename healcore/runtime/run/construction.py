@@ -34,8 +34,6 @@ from healcore.runtime.run.call_retries import retries_of
 from healcore.runtime.run.checkpoints.known import KnownCheckpoints
 from healcore.runtime.run.checkpoints.saver import Saver
 from healcore.runtime.run.checkpoints.schedule import SaveSchedule
-from healcore.runtime.run.compare.comparisons import Comparisons
-from healcore.runtime.run.compare.credit import FORWARD_PASS
 from healcore.runtime.run.data_state import DataState
 from healcore.runtime.run.ending.requests import EndRequests
 from healcore.runtime.run.ending.stopping import Stopping
@@ -51,6 +49,7 @@ from healcore.runtime.run.rollback.nonfinite import NonfiniteRecovery
 from healcore.runtime.run.rollback.recovery import Recovery
 from healcore.runtime.run.run import Run
 from healcore.runtime.run.run_record import RunRecord
+from healcore.runtime.run.witness.witness import FORWARD_PASS, Witness
 from healcore.runtime.store.checkpoints import StoreError
 from healcore.runtime.store.claim import Claim
 from healcore.runtime.store.places import StorePlace, joined
@@ -176,7 +175,7 @@ def add_comparing_parts(
         loss_fn_cost: cost of one call of `loss_fn` on a batch, in training steps.
     """
     run.holding = Holding(run)
-    run.comparisons = Comparisons(run, loss_fn, loss_fn_cost)
+    run.witness = Witness(run, loss_fn, loss_fn_cost)
 
 
 def _add_checkpoint_parts(run: Run, options: Options) -> None:
@@ -202,7 +201,7 @@ def _add_deciding_parts(run: Run, options: Options) -> None:
         progress=run.progress,
         loaders=run.loaders,
         schedule=run.schedule,
-        comparisons=run.comparisons,
+        witness=run.witness,
     )
     run.loop = Loop(run, structure, has_trainer=bool(of_trainer))
 

@@ -83,8 +83,6 @@ class HealthyValues:
     """Name, see `Driver.numbers` -> its values up to the newest healthy checkpoint."""
     norms: dict[str, float] = field(default_factory=dict)
     """Engine name -> the largest healthy gradient norm, where one is known."""
-    loss: float | None = None
-    """The largest of the last usual losses, or None before enough losses are known."""
 
     def with_better(self, better: HealthyValues) -> HealthyValues:
         """The values of both. Where both know a name, the value of `better` counts.
@@ -93,14 +91,10 @@ class HealthyValues:
             better: values that are surer, such as the values of an earlier checkpoint. Later values
                 complete them.
         """
-        loss = self.loss
-        if better.loss is not None:
-            loss = better.loss
         return HealthyValues(
             rates=self.rates | better.rates,
             numbers=self.numbers | better.numbers,
             norms=self.norms | better.norms,
-            loss=loss,
         )
 
     def with_checkpoint(
@@ -108,7 +102,6 @@ class HealthyValues:
         rates: Mapping[str, NumberRange],
         seen: Mapping[str, NumberRange],
         norms: Mapping[str, float],
-        loss: float | None = None,
     ) -> HealthyValues:
         """The values, extended by the values of one more healthy checkpoint.
 
@@ -116,13 +109,11 @@ class HealthyValues:
             rates: engine name -> its learning rates since the last healthy checkpoint.
             seen: result of `Driver.numbers`.
             norms: engine name -> largest healthy gradient norm so far.
-            loss: the largest of the last usual losses, or None if unknown.
         """
         return HealthyValues(
             rates=_extended(self.rates, rates),
             numbers=_extended(self.numbers, seen),
             norms={**norms},
-            loss=loss,
         )
 
     def outside(

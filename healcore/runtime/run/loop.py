@@ -389,7 +389,7 @@ class Loop:
         """Prepares for a change that the program announces; see `Healer.expect_change`."""
         self.run.driver.expect_change()
         self.run.saver.keep_weight_sample()
-        self.run.comparisons.pause_until(self.run.progress.step + 1)
+        self.run.witness.pause_until(self.run.progress.step + 1)
 
     def save(self) -> None:
         """Saves a checkpoint because the program asks for it; see `Healer.save`."""
@@ -428,7 +428,7 @@ class Loop:
             return rollback
         if of_training and not self.run.loaders.epoch_loop.has_more_epochs:
             newest, recovery = self.run.progress.step - 1, self.run.recovery
-            verdict = self.run.comparisons.suspicion.decide_at_end(newest)
+            verdict = self.run.witness.decide_at_end(newest)
             if verdict is not None:
                 rollback = recovery.go_back(verdict, newest)
             else:

@@ -13,10 +13,10 @@ from healcore.runtime.run.ending.exits import IncompleteRun
 
 if TYPE_CHECKING:
     from healcore.runtime.run.checkpoints.schedule import SaveSchedule
-    from healcore.runtime.run.compare.comparisons import Comparisons
     from healcore.runtime.run.progress import RunProgress
     from healcore.runtime.run.run import Run
     from healcore.runtime.run.run_record import RunRecord
+    from healcore.runtime.run.witness.witness import Witness
 
 MAX_UNSEEN_STEPS = 20
 """Steps without a call of the Healer after which a line says what follows from that."""
@@ -159,7 +159,7 @@ class StructureChanges:
         progress: the number of steps.
         loaders: know the epoch of a change.
         schedule: saves soon after a change.
-        comparisons: begin again after a change.
+        witness: begins again after a change.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class StructureChanges:
         progress: RunProgress,
         loaders: Sources,
         schedule: SaveSchedule,
-        comparisons: Comparisons,
+        witness: Witness,
     ) -> None:
         self._driver = driver
         self._log = log
@@ -179,7 +179,7 @@ class StructureChanges:
         self._progress = progress
         self._loaders = loaders
         self._schedule = schedule
-        self._comparisons = comparisons
+        self._witness = witness
         self._count = 0
         """Number of changes in this process."""
 
@@ -197,7 +197,7 @@ class StructureChanges:
         epoch = self._loaders.place.epoch
         self._record.add_change(max(step - 1, 0), epoch)
         self._loaders.epoch_loop.changed_in = epoch
-        self._comparisons.on_structure_change()
+        self._witness.on_structure_change()
         self._schedule.after_change = True
         self._log.event("data", step=step, outcome=f"the model has changed: {first_of(changes)}")
         self._count += 1

@@ -15,7 +15,6 @@ from healcore.runtime.run.batches.step_batches import StepBatches
 from healcore.runtime.run.checkpoints.known import KnownCheckpoints
 from healcore.runtime.run.checkpoints.saver import Saver
 from healcore.runtime.run.checkpoints.schedule import SaveSchedule
-from healcore.runtime.run.compare.comparisons import Comparisons
 from healcore.runtime.run.data_state import DataState
 from healcore.runtime.run.dispatch_queue import DispatchQueue
 from healcore.runtime.run.ending.requests import EndRequests
@@ -33,6 +32,7 @@ from healcore.runtime.run.rollback.holding import Holding
 from healcore.runtime.run.rollback.nonfinite import NonfiniteRecovery
 from healcore.runtime.run.rollback.recovery import Recovery
 from healcore.runtime.run.run_record import RunRecord
+from healcore.runtime.run.witness.witness import Witness
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.claim import Claim
 from healcore.runtime.store.ranks import Ranks
@@ -48,7 +48,7 @@ class Run:
                         |  hang_guard, end_requests
                         +- loaders, data_state, step_batches,           batches and
                         |  batch_reader                                 random states
-                        +- rate_log, monitor, holding, comparisons      what is seen
+                        +- rate_log, monitor, holding, witness          what is seen
                         +- recovery, nonfinite_recovery,                what is decided
                         |  out_of_memory, stopping
                         +- schedule, known_checkpoints, saver,          checkpoints
@@ -107,7 +107,7 @@ class Run:
     """Fills the ledger with incidents, writes events, and calls the hooks of the program."""
     holding: Holding = field(init=False)
     """Learns in which ranges the run is healthy, and holds what has left its range."""
-    comparisons: Comparisons = field(init=False)
+    witness: Witness = field(init=False)
     """Compares the weights with earlier weights."""
     known_checkpoints: KnownCheckpoints = field(init=False)
     """Which checkpoints are finite, damaged or known-good."""

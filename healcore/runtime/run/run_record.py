@@ -18,11 +18,11 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter
 
 from healcore.runtime.run.batch_parts import PartSize
-from healcore.runtime.run.compare.comparison_state import ComparisonState
 from healcore.runtime.run.envelope import Envelope
 from healcore.runtime.run.healthy_ranges import HealthyValues
 from healcore.runtime.run.journal import Journal
 from healcore.runtime.run.ledger import Ledger
+from healcore.runtime.run.witness.evidence import ComparisonState
 from healcore.runtime.store.checkpoints import AttemptHistory, StoreError
 
 MAX_CHANGES = 100
@@ -74,9 +74,6 @@ class RunRecord:
     """Size of the parts of a step."""
     shrinks: NonNegativeInt = 0
     """Number of times that memory ran out with parts smaller than all parts before."""
-    evaluation_size: PartSize = field(default_factory=PartSize)
-    """Size of the parts that the `loss_fn` evaluates in a comparison of weights, where it is
-    smaller than `part_size`."""
     changes: list[StructureChange] = field(default_factory=list)
     """Changes of the structure of the model, oldest first, at most `MAX_CHANGES`."""
     ledger: Ledger = field(default_factory=Ledger)
@@ -99,8 +96,8 @@ class RunRecord:
     """Name of a source -> ids of the batches that it skips."""
     forward: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Name of a source that cannot be rewound -> its position, which a rollback keeps."""
-    comparisons: ComparisonState | None = None
-    """Evidence of the comparisons of weights, or None without a `loss_fn`."""
+    comparisons: ComparisonState = field(default_factory=ComparisonState)
+    """What the comparisons of weights have shown."""
     is_in_body: bool = False
     """Whether the program saved in the body of its loop. The work between two steps that follows
     `step` was not done then."""
@@ -203,5 +200,5 @@ class RunRecord:
 
 
 _AT_STEP = ("step", "world", "engines", "skipped", "forward", "comparisons", "last_regular")
-"""Fields about a step that the live record of a run leaves empty, see `Saver.record_of`."""
+"""Fields about a step that only a checkpoint has, or that a part takes from it."""
 _RECORD = TypeAdapter(RunRecord)

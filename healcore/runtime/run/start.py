@@ -314,9 +314,9 @@ def _resume(run: Run, newest: RunRecord | None) -> None:
     report_before_kill(run, step)
     lost = [each for each in saves if not each.is_abandoned]
     _warn_of_lost_steps(run, {each.step: wrong[each.step] for each in lost} | _damage(run))
-    if not run.comparisons.anchors:
+    if not run.witness.state.anchors:
         run.saver.add_anchor()
-    run.store.protect(run.comparisons.steps_needed)
+    run.store.protect(run.witness.steps_needed)
 
 
 def _warn_of_lost_steps(run: Run, wrong: Mapping[int, str]) -> None:

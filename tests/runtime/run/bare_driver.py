@@ -61,8 +61,6 @@ class BareDriver(Driver):
         loss_fn: LossFn,
         batches: Iterable[Any],
         weights: Any = None,
-        *,
-        redraw: bool = False,
     ) -> list[Any]:
         raise NotImplementedError
 

@@ -169,14 +169,14 @@ def test_an_expected_change_drops_the_copies(tmp_path):
     def at(healer: Healer) -> None:
         if healer.step == CHANGE:
             healer.expect_change()
-            assert not run_of(healer).comparisons.anchors
+            assert not run_of(healer).witness.state.anchors
             with torch.no_grad():
                 for p in run.model.parameters():
                     p.copy_(torch.randn(p.shape) / 3)
 
     healer: Any = run.train(tmp_path, at=at)
     assert healer.rollbacks == 0
-    anchors = run_of(healer).comparisons.anchors
+    anchors = run_of(healer).witness.state.anchors
     assert anchors
     assert all(each.step > CHANGE for each in anchors)
 

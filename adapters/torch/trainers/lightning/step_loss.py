@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from healcore.core.decision import Cause
 from healcore.runtime.faults.classification import classify
-from healcore.runtime.run.compare.loss_function import NotComparable
+from healcore.runtime.run.witness.loss_function import NotComparable
 from healcore.torch.trainers.lightning import trainer_internals as internals
 from healcore.torch.trainers.lightning.trainer_internals import Batch, LightningTrainer
 from healcore.torch.trainers.patching import patched

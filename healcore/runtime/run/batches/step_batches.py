@@ -16,8 +16,8 @@ from healcore.runtime.data import BatchId
 from healcore.runtime.data.source import SourceCursor
 from healcore.runtime.data.sources import Sources
 from healcore.runtime.driver import PendingDispatch
-from healcore.runtime.run.compare.trained_step import ObservedBatch
 from healcore.runtime.run.dispatch_queue import DispatchStart
+from healcore.runtime.run.witness.evidence import ObservedBatch
 
 if TYPE_CHECKING:
     from healcore.runtime.run.progress import RunProgress
@@ -79,7 +79,7 @@ class StepBatches:
         if keeps and len(loader.pending_ids) <= self._max_per_step:
             loader.contents.append(ObservedBatch(batch))
 
-    def add_observed(self, batch: Any, weight: float) -> bool:
+    def add_observed(self, batch: Any, weight: float) -> None:
         """Records a batch, or a part of it, whose loss is the result of `loss_fn`.
 
         From the first such batch on, weights are compared on these batches, and no longer on the
@@ -88,18 +88,13 @@ class StepBatches:
         Args:
             batch: the batch.
             weight: its share in the loss of the step.
-
-        Returns:
-            Whether this is the first such batch.
         """
         if not self._keeps_contents:
-            return False
-        first = not self._loop_names_batches
-        self._loop_names_batches = True
-        if first:
+            return
+        if not self._loop_names_batches:
             self._forget_contents()
+        self._loop_names_batches = True
         self._contents.append(ObservedBatch(batch, weight))
-        return first
 
     def forget_parts(self) -> None:
         """Forgets the parts of batches since the last step, which are repeated in smaller parts.

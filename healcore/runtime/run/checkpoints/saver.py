@@ -111,7 +111,6 @@ class Saver:
 
     def record_of(self, step: int) -> dict[str, Any]:
         """Healcore's record after `step` steps, as JSON-safe values."""
-        comparisons = self.run.comparisons
         return replace(
             self.run.record,
             step=step,
@@ -119,7 +118,6 @@ class Saver:
             engines=self.run.driver.engines(),
             skipped=self.run.loaders.skipped_by_source(),
             forward=self.run.loaders.forward_positions(),
-            comparisons=comparisons.to_save() if comparisons.is_enabled else None,
             is_in_body=self.run.loop.state.is_after_step,
             last_regular=self.run.schedule.last_regular,
         ).to_dict()
@@ -188,7 +186,7 @@ class Saver:
                 self.add_anchor()
             self.save_state_as(step, why)
             if step not in self.run.known_checkpoints.restorable:
-                self.run.comparisons.forget_unsaved_anchor(step)
+                self.run.witness.drop_anchor(step)
 
     def add_anchor(self) -> None:
         """Adds the current weights as an anchor, with which later weights are compared.
@@ -198,8 +196,8 @@ class Saver:
         rollback can carry out.
         """
         step = self.run.progress.step
-        self.run.comparisons.add_anchor(step, {*self.run.known_checkpoints.restorable, step})
-        self.run.store.protect(self.run.comparisons.steps_needed)
+        self.run.witness.add_anchor(step, {*self.run.known_checkpoints.restorable, step})
+        self.run.store.protect(self.run.witness.steps_needed)
 
     def save_state_as(self, step: int, why: SaveReason) -> None:
         """Saves the live state as the checkpoint of `step`. Reports a failed save.

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from healcore.runtime.run.compare.credit import MAX_SHARE
+from healcore.runtime.run.witness.witness import MAX_SHARE
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run

@@ -139,11 +139,11 @@ def report_recoveries(run: Run) -> None:
     Args:
         run: the parts of the run.
     """
-    loss = run.comparisons.history.level.mean()
+    loss = run.witness.recent.mean_loss()
     before: dict[int, float] = {}
     for onset in run.ledger.damage_left:
         level = run.log.history.losses_before.get(onset)
-        if loss is not None and level is not None and loss <= level:
+        if level is not None and loss <= level:
             before[onset] = level
     if not before:
         return

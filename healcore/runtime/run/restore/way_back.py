@@ -82,7 +82,7 @@ class WayBack:
         """
         run = self.run
         run.record.go_back_to(own)
-        run.comparisons.continue_from(own.comparisons, saved.step, weights)
+        run.witness.continue_from(own.comparisons, saved.step, weights)
         run.holding.hold(envelope, saved.step)
         run.saver.begin_attempt(saved.step)
         run.monitor.read_engines()
@@ -367,7 +367,7 @@ class WayBack:
         """
         own = saved.record or RunRecord(step=saved.step)
         needed: list[int] = []
-        if own.comparisons is not None and self.run.comparisons.is_enabled:
+        if self.run.witness.is_enabled:
             needed = [each.step for each in own.comparisons.anchors]
         weights = self._copies(needed, saved.step)
         repeats = own.repeats_undone_steps(saved.step)
@@ -481,8 +481,7 @@ class WayBack:
                 record.skipped[source] = [each for each in batches if each not in read_again]
             record.envelope = before
             record.engines = engines_of_new_start(run.policy.engine, saved.engines)
-            if record.comparisons is not None:
-                record.comparisons = replace(record.comparisons, silent_until=0)
+            record.comparisons.silent_until = 0
         run.store.replace_record(step, record.to_dict())
         return True
 

@@ -13,14 +13,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from healcore.runtime.driver import NumberRange
-from healcore.runtime.run.compare.credit import REGULAR_INTERVAL
-from healcore.runtime.run.compare.evidence import SAMPLE_SIZE, Anchor
-from healcore.runtime.run.compare.step_history import STEPS_BEFORE_SIGN, SuspectSteps
 from healcore.runtime.run.engine_states import limit_norms, with_rates
 from healcore.runtime.run.envelope import Envelope
 from healcore.runtime.run.healthy_ranges import RATE_TOLERANCE, HealthyValues
 from healcore.runtime.run.rollback.remedy import RateFact
 from healcore.runtime.run.trouble import Trouble, TroubleCause
+from healcore.runtime.run.witness.evidence import SAMPLE_SIZE, Anchor
+from healcore.runtime.run.witness.recent_steps import (
+    REGULAR_INTERVAL,
+    STEPS_BEFORE_SIGN,
+    SuspectSteps,
+)
 from healcore.runtime.store.ranks import broadcast
 
 if TYPE_CHECKING:
@@ -78,21 +81,17 @@ class Holding:
         """
         if self.run.journal.nonfinite_streak:
             return  # the weights may be damaged
-        history, envelope = self.run.comparisons.history, self.envelope
+        recent, envelope = self.run.witness.recent, self.envelope
         seen = broadcast(self.run.ranks, dict(self.run.driver.numbers()))
-        history.norms.learn_doubtful(step, envelope.norm_limits)
         rates: dict[str, float] = {}
         if step > self.run.record.first_step:  # no step was trained before the first checkpoint
             rates = self.known_rates()
-            if not self.run.comparisons.is_enabled:  # the history has no steps
+            if not self.run.witness.is_enabled:  # it has seen no steps
                 rates = {**rates, **self.run.journal.rates}
         free = {name: each for name, each in seen.items() if name not in envelope.numbers}
-        self.run.record.healthy = self.run.record.healthy.with_checkpoint(
-            history.norms.take_rates(rates),
-            free,
-            history.norms.largest(),
-            history.level.largest_usual(),
-        )
+        of_rates, norms = recent.learnt(rates)
+        healthy = self.run.record.healthy
+        self.run.record.healthy = healthy.with_checkpoint(of_rates, free, norms)
         if envelope and step > envelope.until:
             self._release(step, seen)
 
@@ -104,9 +103,9 @@ class Holding:
             if name in seen and each.bounds.low <= seen[name].last <= each.bounds.high:
                 back.append(name)
         norms = dict(envelope.norms)
-        if not self.run.comparisons.is_enabled:
+        if not self.run.witness.is_enabled:
             norms = {}  # a `loss_fn` that failed: nothing is known of later norms
-        for name, median in self.run.comparisons.history.norms.typical().items():
+        for name, median in self.run.witness.recent.typical_norms().items():
             if name in norms:
                 norms[name] = norms[name].following(median)
         released = replace(envelope.without_numbers(back), norms=norms, rates={}, is_guess=False)
@@ -215,13 +214,13 @@ class Holding:
         """
         suspects = None
         if trouble.cause is TroubleCause.BETTER_WEIGHTS:
-            suspects = self.run.comparisons.history.suspect_steps(trouble.onset, trouble.found_at)
+            suspects = self.run.witness.recent.suspect_steps(trouble.onset, trouble.found_at)
         norms: Mapping[str, float] = {}
         if suspects is not None:
             norms = suspects.largest_norms()
         found = healthy.outside(self.run.driver.numbers(), norms, self._intervals(trouble, step))
         left_out = trouble.batches
-        anchor = self.run.comparisons.state.anchor_of(step)
+        anchor = self.run.witness.state.anchor_of(step)
         if suspects is not None and anchor is not None:
             unusual = {*self._unusual_steps(suspects, anchor)}
             for each in suspects.around:
@@ -244,7 +243,7 @@ class Holding:
         """
         before = suspects.start - STEPS_BEFORE_SIGN
         usual_by_index = {}
-        for each in self.run.comparisons.state.anchors:
+        for each in self.run.witness.state.anchors:
             for step in each.usual:
                 if step.index < before:
                     usual_by_index[step.index] = step
@@ -253,10 +252,10 @@ class Holding:
         if len(usual) < SAMPLE_SIZE or not steps:
             return []  # the spread of a few losses says little
         both = [*usual, *steps]
-        losses = self.run.comparisons.losses_of(both, anchor, [math.nan] * len(both))
+        losses = self.run.witness.losses_of(both, anchor)
         if losses is None:
             return []
-        _, under_better = losses
+        under_better = [then for _, then in losses]
         ordinary, rest = under_better[: len(usual)], under_better[len(usual) :]
         limit = max(ordinary) + (max(ordinary) - min(ordinary))
         high = []

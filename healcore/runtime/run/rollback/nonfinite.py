@@ -21,9 +21,9 @@ from healcore.runtime.reporting.nonfinite_steps import (
     IN_A_ROW,
     nonfinite_streak_text,
 )
-from healcore.runtime.run.compare.trained_step import TrainedStep
 from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.trouble import RollbackRecord, Trouble, TroubleCause
+from healcore.runtime.run.witness.evidence import TrainedStep
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
@@ -175,7 +175,7 @@ class NonfiniteRecovery:
             sound_before=not tries,
         )
         # What the comparisons have found is surer, and a run without finite steps cannot recover.
-        verdict = run.comparisons.suspicion.verdict_without_waiting(result.index)
+        verdict = run.witness.verdict_now(result.index)
         if verdict is not None:
             return verdict
         if not is_sound:
@@ -191,16 +191,15 @@ class NonfiniteRecovery:
         If not, the batch is bad and not the weights. None if it is not known, as without `loss_fn`.
         Collective.
         """
-        comparisons = self.run.comparisons
-        earlier = [each for each in comparisons.anchors if each.step <= onset]
-        if not comparisons.is_enabled or not earlier or not result.contents:
+        witness = self.run.witness
+        earlier = [each for each in witness.state.anchors if each.step <= onset]
+        if not earlier or not result.contents:
             return None
-        batch = TrainedStep(result.index, result.contents)
-        losses = comparisons.loss_function.losses([batch], earlier[-1].weights, [math.nan])
+        losses = witness.losses_of([TrainedStep(result.index, result.contents)], earlier[-1])
         if losses is None:
             return None
-        _, of_earlier = losses
-        return math.isfinite(of_earlier[0])
+        [(_, of_earlier)] = losses
+        return math.isfinite(of_earlier)
 
     def stop_if_never_finite(self, trouble: Trouble | None = None, *, at_end: bool = False) -> None:
         """Stops a run that trains nothing: no finite step since the start, or for many steps.

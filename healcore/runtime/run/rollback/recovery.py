@@ -139,7 +139,7 @@ class Recovery:
             if rollback is not None:
                 return rollback
         run.nonfinite_recovery.stop_if_never_finite(trouble)
-        verdict = run.comparisons.observe_result(result)
+        verdict = run.witness.observe(result)
         if trouble is not None:
             return self.answer(trouble)
         if verdict is not None:
@@ -164,7 +164,7 @@ class Recovery:
         """
         run, holding = self.run, self.run.holding
         intended = holding.intended(run.progress.step, at_end=at_end)
-        if not intended or (run.comparisons.has_evidence and not at_end):
+        if not intended or (run.witness.has_evidence and not at_end):
             return None
         values = ", ".join(f"{name} of {value:.4g}" for name, value in intended.items())
         past, done = run.ledger.in_force, None
@@ -186,7 +186,7 @@ class Recovery:
             until = run.progress.step + 1
             kept = holding.envelope.without_numbers(intended)
             holding.hold(kept, until)
-            run.comparisons.pause_until(until)
+            run.witness.pause_until(until)
             run.log.warning(f"step {index}: {values}: {report.INTENDED}, and is used from now on")
         return done
 
@@ -225,7 +225,7 @@ class Recovery:
         if not trouble.action & Action.ROLLBACK:
             return None
         if damage is not None:
-            verdict = run.comparisons.state.verdict
+            verdict = run.witness.state.verdict
             if verdict is not None:
                 return self.go_back(replace(verdict, finite=damage.finite), trouble.found_at)
         return self.go_back(trouble, trouble.found_at)
@@ -247,7 +247,7 @@ class Recovery:
         Of lasting trouble only the 1st, 10th, 100th, ... decline for a reason has a line.
         """
         why = "healcore cannot tell without loss_fn whether the model is worse"
-        if self.run.comparisons.is_enabled:
+        if self.run.witness.is_enabled:
             why = "no comparison shows that the weights are worse"
         elif trouble.flags & NONFINITE:
             why = "the weights are finite"
@@ -309,7 +309,7 @@ class Recovery:
             run.ledger.accepted = 0  # the tries at the last place have helped
         try:
             steps = self._snapshots(trouble, tries)
-            better = run.comparisons.better_steps(trouble)
+            better = run.witness.better_steps(trouble)
             healthy = run.stored_checkpoints.healthy_values(
                 [each for each in steps if tries or each == steps[0]]
             )
@@ -506,7 +506,7 @@ class Recovery:
             self._log_verdict(
                 "accepted", trouble, run.progress.step - 1, by="nothing", why=report.NOT_RESTORED
             )
-            run.comparisons.pause_until(run.progress.step + 1)
+            run.witness.pause_until(run.progress.step + 1)
 
     def _accept(
         self,
@@ -546,7 +546,7 @@ class Recovery:
                 self._without_snapshot(trouble, error)
             if done is None:
                 run.holding.hold(chosen.envelope, until)
-        run.comparisons.pause_until(until)
+        run.witness.pause_until(until)
         if trouble.cause is TroubleCause.BETTER_WEIGHTS:
             run.log.warning(report.accepted_line(trouble, index, why, done=done, undone=undone))
         return done
@@ -561,7 +561,9 @@ class Recovery:
         why: str | None = None,
     ) -> None:
         """Writes the event of a verdict about the weights."""
-        anchor = self.run.comparisons.state.anchor_of(trouble.better_step)
+        anchor, loss_before = self.run.witness.state.anchor_of(trouble.better_step), None
+        if anchor is not None and name == "accepted" and math.isfinite(anchor.level):
+            loss_before = anchor.level
         self.run.log.assessment(
             index,
             trouble.onset,
@@ -569,6 +571,6 @@ class Recovery:
             by,
             checkpoint=trouble.better_step,
             rise=trouble.rise,
-            loss_before=anchor.level if anchor is not None and name == "accepted" else None,
+            loss_before=loss_before,
             why=why,
         )

@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
-from healcore.runtime.run.compare.step_history import STEPS_BEFORE_SIGN
 from healcore.runtime.run.envelope import Envelope
 from healcore.runtime.run.trouble import RollbackRecord, Trouble, TroubleCause
+from healcore.runtime.run.witness.recent_steps import STEPS_BEFORE_SIGN
 
 MAX_ACCEPTED = 3
 """Troubles accepted in a row. After that, earlier weights that are better are only reported."""

@@ -10,7 +10,7 @@ from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.envelope import Envelope, HeldNorm, HeldNumber
 from healcore.runtime.run.rollback.holding import LASTING_STEPS
 from tests.healer.step_records import record
-from tests.runtime.run.compare.toy_driver import (
+from tests.runtime.run.witness.toy_driver import (
     ToyRun,
     healthy_run,
     healthy_weight,
@@ -60,7 +60,7 @@ def test_frozen_steps_end_although_the_loss_fn_has_failed():
         if run.holding.freezes:
             frozen.append(step)
         if step == 252:
-            run.comparisons.loss_function.drop()
+            run.witness.loss_function.drop("")
     assert frozen == [251, 252, 253, 254, 255]
 
 
@@ -77,7 +77,7 @@ def test_a_number_that_was_learnt_after_the_better_weights_counts_as_outside():
 
     # The checkpoint of step 300 was healthy, so that 1.1 seems to be healthy too.
     trouble = train_damaged(run)
-    assert run.comparisons.better_steps(trouble)[:2] == [300, 200]
+    assert run.witness.better_steps(trouble)[:2] == [300, 200]
     assert not run.holding.outside(trouble, 300, run.record.healthy).numbers
 
     # Of the weights of step 200 it is known that 0.9 was healthy.

@@ -101,7 +101,7 @@ def test_a_comparison_leaves_no_trace(tmp_path: Path):
         options: Any = {"logger": logger, "log_every_n_steps": 1, "max_epochs": 2}
         module, running = fit(*callbacks, make=Busy, precision="bf16-mixed", **options)
         found.append((vector(module).tolist(), facts(module, running)))
-    compared = run_of(callback.healer).comparisons  # type: ignore[arg-type]
+    compared = run_of(callback.healer).witness  # type: ignore[arg-type]
     assert compared.is_enabled
     assert compared.loss_function.is_checked
     plain, healed = found
@@ -186,7 +186,7 @@ def test_a_step_that_differentiates_is_compared_with_the_same_bits():
     plain, _ = fit(make=Penalized)
     callback = LightningHealingCallback()
     module, _ = fit(callback, make=Penalized)
-    assert run_of(callback.healer).comparisons.is_enabled  # type: ignore[arg-type]
+    assert run_of(callback.healer).witness.is_enabled  # type: ignore[arg-type]
     assert torch.equal(vector(module), vector(plain))
     assert module.seen == plain.seen
 

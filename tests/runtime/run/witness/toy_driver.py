@@ -5,13 +5,16 @@ import random
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from healcore.core.decision import Cause
 from healcore.events import Log
 from healcore.runtime.driver import NumberRange, WeightsChanged
 from healcore.runtime.reporting.run_log import RunLog
-from healcore.runtime.run.compare.trained_step import ObservedBatch, TrainedStep
 from healcore.runtime.run.construction import add_comparing_parts
+from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.incidents.rate_log import RateLog
 from healcore.runtime.run.trouble import Trouble
+from healcore.runtime.run.witness.evidence import ObservedBatch
+from tests.healer.step_records import record
 from tests.runtime.run.bare_driver import BareDriver
 from tests.runtime.run.bare_run import bare_run, schedule_of
 
@@ -24,7 +27,7 @@ class ToyDriver(BareDriver):
     def __init__(self) -> None:
         self.weight: float = 10.0
         self.evaluations = -3
-        """Without the three calls that check the function at the start."""
+        """Without the calls that check the function at the start."""
         self.rate: float | None = None
         self.accumulates = False
         self.set: dict[str, NumberRange] = {}
@@ -50,7 +53,7 @@ class ToyDriver(BareDriver):
         return self.weight
 
     def losses_of(
-        self, loss_fn: Loss, batches: Iterable[Any], weights: Any = None, *, redraw: bool = False
+        self, loss_fn: Loss, batches: Iterable[Any], weights: Any = None, **_: Any
     ) -> list[float]:
         if weights == OTHER_PARAMETERS:
             raise WeightsChanged
@@ -76,10 +79,10 @@ class ToyRun:
         run.schedule = schedule_of(run, interval)
         run.rate_log = RateLog(run)
         add_comparing_parts(run, loss_fn, **options)
-        self.comparisons, self.holding = run.comparisons, run.holding
+        self.witness, self.holding = run.witness, run.holding
         self.step = 0
         self.restorable: Any = range(10**9)
-        self.comparisons.add_anchor(0, self.restorable)
+        self.witness.add_anchor(0, self.restorable)
 
     def take(
         self, batch: Any, *, weight: Any = None, loss: Any = None, norm: Any = math.nan, alarm=False
@@ -89,12 +92,26 @@ class ToyRun:
             self.driver.weight = weight
         if loss is None:
             loss = self.loss_fn(self.driver.weight, batch)
-        step = TrainedStep(self.step, (ObservedBatch(batch),), {"optimizer": norm})
-        verdict = self.comparisons.observe(step, loss, alarm=alarm, taken=True)
+        verdict = self.witness.observe(step_of(self.step, batch, loss, norm=norm, alarm=alarm))
         self.step += 1
         if self.step % self.interval == 0:
-            self.comparisons.add_anchor(self.step, self.restorable)
+            self.witness.add_anchor(self.step, self.restorable)
         return verdict
+
+
+_RECORD = record()
+
+
+def step_of(
+    index: int, batch: Any, loss: float, *, norm: float = 1.0, alarm: bool = False, **fields: Any
+) -> StepResult:
+    """A step as the host reads it; without contents for the batch None."""
+    cause = Cause.NONFINITE_LOSS if math.isnan(loss) else Cause(0)
+    if alarm:
+        cause |= Cause.LOSS_SPIKE
+    fields = {"cause": cause, "loss": loss, "grad_norm": norm, "engine": "optimizer"} | fields
+    contents = () if batch is None else (ObservedBatch(batch),)
+    return StepResult(index, [_RECORD._replace(**fields)], (), contents)
 
 
 def noisy(weight: float, batch: int) -> float:

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from healcore.runtime.run.compare.trained_step import ObservedBatch, TrainedStep
-from tests.runtime.run.compare.toy_driver import LASTS, ToyRun, healthy_run, noisy, train_damaged
+from healcore.runtime.run.witness.evidence import ObservedBatch, TrainedStep
+from tests.runtime.run.witness.toy_driver import LASTS, healthy_run, noisy, train_damaged
 
 
 def missing_key(weight: float, batch: int) -> Any:
@@ -39,9 +39,9 @@ def test_a_loss_fn_that_fails_later_is_not_called_again(failure, trouble, error)
         assert run.take(run.step, weight=9.0, alarm=True, loss=9.0) is None
 
     assert len(failed_on) == 1
-    assert not run.comparisons.is_enabled
-    assert run.comparisons.suspicion.decide_at_end(run.step - 1) is None
-    assert not run.comparisons.anchors, "their memory is free"
+    assert not run.witness.is_enabled
+    assert run.witness.decide_at_end(run.step - 1) is None
+    assert not run.witness.state.anchors, "their memory is free"
     (line,) = run.warnings
     assert error in line
 
@@ -49,27 +49,12 @@ def test_a_loss_fn_that_fails_later_is_not_called_again(failure, trouble, error)
 def test_parts_of_a_batch_count_by_their_weights():
     """The mean over an accumulation equals the training loss."""
     run = healthy_run(250, lambda weight, batch: weight + batch)
-    first = run.comparisons.anchors[0]
+    first = run.witness.state.anchors[0]
     parts = (ObservedBatch(1.0, weight=0.75), ObservedBatch(5.0, weight=0.25))
     mean = 0.75 * 1.0 + 0.25 * 5.0
 
-    found: Any = run.comparisons.losses_of([TrainedStep(run.step, parts)], first)
+    found: Any = run.witness.losses_of([TrainedStep(run.step, parts)], first)
 
-    [now], [then] = found
+    [(now, then)] = found
     assert now == pytest.approx(run.driver.weight + mean)
     assert then == pytest.approx(10.0 + mean), "the first weight is 10"
-
-
-@pytest.mark.parametrize(
-    ("observed", "is_free"),
-    [
-        pytest.param(10.0 + 5, True, id="the loss before the update"),
-        pytest.param(4.0 + 5, False, id="the loss after the update"),
-    ],
-)
-def test_a_loop_that_observes_the_loss_fn_needs_one_call_less(observed, is_free):
-    """The loss_fn predicts the first loss with the weights before its update."""
-    run = ToyRun(lambda weight, batch: weight + batch)  # its first weight is 10
-    run.driver.weight = 4.0  # the first update
-    run.take(5, loss=observed)
-    assert run.comparisons.loss_function.gives_loss is is_free

@@ -2,9 +2,13 @@
 
 import math
 
-from healcore.runtime.run.compare.credit import CREDIT_STEPS, MAX_SHARE, STEP_COST
-from healcore.runtime.run.compare.evidence import STAKE
-from healcore.runtime.run.compare.suspicion import RESTART_POWER
+from healcore.runtime.run.witness.evidence import STAKE
+from healcore.runtime.run.witness.witness import (
+    CREDIT_STEPS,
+    MAX_SHARE,
+    RESTART_POWER,
+    STEP_COST,
+)
 from healcore.runtime.run_options import HostPolicy
 
 PER_STEP = MAX_SHARE * STEP_COST

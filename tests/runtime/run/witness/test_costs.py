@@ -2,10 +2,10 @@
 
 import pytest
 
-from healcore.runtime.run.compare.credit import MAX_DEBT
-from healcore.runtime.run.compare.evidence import RECENT
-from tests.runtime.run.compare.arithmetic import MAX_CREDIT, PER_STEP, TO_VERDICT
-from tests.runtime.run.compare.toy_driver import (
+from healcore.runtime.run.witness.evidence import RECENT
+from healcore.runtime.run.witness.witness import MAX_DEBT
+from tests.runtime.run.witness.arithmetic import MAX_CREDIT, PER_STEP, TO_VERDICT
+from tests.runtime.run.witness.toy_driver import (
     ToyRun,
     healthy_run,
     noisy,
@@ -24,22 +24,13 @@ def test_within_an_accumulation_nothing_is_compared():
         run.take(step, alarm=True)
 
     assert run.driver.evaluations == checks
-    credit = run.comparisons.credit.left
-    assert credit == pytest.approx(MAX_CREDIT), "no more, however long it is not used"
+    assert run.witness.state.spent == 0.0
 
 
-@pytest.mark.parametrize(
-    ("alarm", "gives_loss"),
-    [
-        pytest.param(False, False, id="no alarm"),
-        pytest.param(True, False, id="alarms"),
-        pytest.param(True, True, id="alarms, the loop gives the current loss"),
-    ],
-)
-def test_a_healthy_run_costs_at_most_one_percent(alarm, gives_loss):
+@pytest.mark.parametrize("alarm", [False, True], ids=["no alarm", "alarms"])
+def test_a_healthy_run_costs_at_most_one_percent(alarm):
     """And 30 evaluations at the start, also with alarms at every step."""
     run = ToyRun(noisy)
-    run.comparisons.loss_function.gives_loss = gives_loss
     train_healthy(run, 5000, alarm=alarm)
 
     most = MAX_CREDIT + PER_STEP * 5000 + 4  # one comparison may begin with any credit
@@ -53,15 +44,15 @@ def test_the_debt_of_a_suspicion_is_bounded():
     # The run has spent its credit, and earns the next comparison.
     run = ToyRun(noisy)
     train_healthy(run, 1250, alarm=True)
-    while run.comparisons.credit.left <= 0:
+    while run.witness.state.spent >= MAX_CREDIT:
         train_healthy(run, 1)
 
     # The weights are damaged, for too few steps for a verdict. Then they are good again.
     began, level = run.step, run.driver.weight
     trouble = TO_VERDICT - 5
     assert train_damaged(run, trouble) is None
-    assert run.comparisons.has_evidence
-    while run.comparisons.has_evidence:
+    assert run.witness.has_evidence
+    while run.witness.has_evidence:
         assert run.take(run.step, weight=level * 0.9, alarm=True) is None
     assert run.step - began < 3 * trouble + RECENT, "small wins end it once they are the usual"
 
@@ -74,7 +65,7 @@ def test_the_debt_of_a_suspicion_is_bounded():
 
 def test_an_alarm_after_quiet_is_compared_without_credit():
     run = healthy_run(250)
-    run.comparisons.credit.left = -20.0
+    run.witness.state.spent = MAX_CREDIT + 20.0
     before = run.driver.evaluations
     run.take(run.step, alarm=True)
     assert run.driver.evaluations > before
@@ -82,7 +73,7 @@ def test_an_alarm_after_quiet_is_compared_without_credit():
 
 def test_a_high_mean_loss_is_compared_now_and_then():
     run = healthy_run(250)
-    run.comparisons.credit.left = MAX_CREDIT
+    run.witness.state.spent = 0.0
     before = run.driver.evaluations
 
     for _ in range(300):  # not above the last losses, but above the mean of the best anchor
@@ -105,7 +96,6 @@ def test_an_expensive_loss_fn_makes_regular_comparisons_rarer_and_alarms_no_less
 ):
     """`cost` is in training steps. Nothing is measured, so no decision depends on the clock."""
     run = ToyRun(noisy, loss_fn_cost=cost)
-    run.comparisons.loss_function.gives_loss = True  # one evaluation for each comparison
 
     train_healthy(run, 1000)
     assert run.driver.evaluations == compared

@@ -11,9 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from healcore.runtime.run.compare.evidence import SAMPLE_SIZE, STAKE, Anchor
-from healcore.runtime.run.compare.trained_step import ObservedBatch, TrainedStep
-from tests.runtime.run.compare.arithmetic import THRESHOLD, TO_VERDICT
+from healcore.runtime.run.witness.evidence import (
+    SAMPLE_SIZE,
+    STAKE,
+    Anchor,
+    ObservedBatch,
+    TrainedStep,
+    rise_of,
+)
+from tests.runtime.run.witness.arithmetic import THRESHOLD, TO_VERDICT
 
 WON, LOST = 1.0, -1.0
 """Rises of the loss by which the earlier weights win a comparison, or lose it."""
@@ -125,7 +131,7 @@ def filled(step: int, steps: int) -> Anchor:
     """The anchor of a step, which also seeds its sample, after so many later steps."""
     anchor = Anchor(step)
     for index in range(steps):
-        anchor.add(TrainedStep(index, (ObservedBatch(index),)))
+        anchor.add(TrainedStep(index, (ObservedBatch(index),)), is_usual=True)
     return anchor
 
 
@@ -174,3 +180,16 @@ def test_past_batches_are_those_of_usual_steps_where_there_are_enough():
     for index in range(20):
         few.add(TrainedStep(index, ()), is_usual=index < 2)
     assert drawn_often(few, 3) == {*indices(few.sample)}
+
+
+@pytest.mark.parametrize(
+    ("now", "then", "rise"),
+    [
+        (2.0, 1.0, 1.0),
+        (math.nan, 1.0, math.inf),
+        (1.0, math.inf, -math.inf),
+        (math.inf, math.nan, math.nan),
+    ],
+)
+def test_a_loss_that_is_not_finite_counts_as_the_highest(now, then, rise):
+    assert rise_of(now, then) == pytest.approx(rise, nan_ok=True)

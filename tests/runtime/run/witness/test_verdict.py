@@ -5,10 +5,10 @@ import random
 
 import pytest
 
-from healcore.runtime.run.compare.evidence import STAKE
 from healcore.runtime.run.trouble import RollbackRecord, Trouble
-from tests.runtime.run.compare.arithmetic import AGAIN, TO_VERDICT
-from tests.runtime.run.compare.toy_driver import (
+from healcore.runtime.run.witness.evidence import STAKE
+from tests.runtime.run.witness.arithmetic import AGAIN, TO_VERDICT
+from tests.runtime.run.witness.toy_driver import (
     LASTS,
     ToyRun,
     healthy_run,
@@ -73,7 +73,7 @@ def test_a_loss_that_shows_nothing_about_the_weights_is_no_evidence(later_loss, 
 
     run = healthy_run(DAMAGE, loss)
     assert train_damaged(run, by=by) is None
-    assert not run.comparisons.has_evidence
+    assert not run.witness.has_evidence
 
 
 def nan_with_large_weights(weight: float, batch: int) -> float:
@@ -121,7 +121,7 @@ def test_a_run_that_recovers_before_a_rollback_would_pay_is_left_alone(recovers_
 
     assert train_damaged(run, 300, by=-5.5, alarm=False) is None
     assert run.assessments == ["worse", "recovered"]
-    assert not run.comparisons.has_evidence
+    assert not run.witness.has_evidence
 
 
 def test_damage_soon_after_the_anchor_is_not_waited_for():
@@ -163,8 +163,8 @@ def test_the_trouble_begins_at_its_first_alarm_and_its_rate_is_not_healthy():
     # The rate is healthy up to step 245, also that of the first anchor.
     run = ToyRun(noisy)
     run.driver.rate = 0.25
-    run.comparisons.anchors.clear()
-    run.comparisons.add_anchor(0, run.restorable)
+    run.witness.state.anchors.clear()
+    run.witness.add_anchor(0, run.restorable)
     train_healthy(run, 246)
 
     # A higher rate brings alarms, and only four steps later worse weights.
@@ -207,11 +207,11 @@ def test_at_the_end_of_the_data_the_kept_batches_decide(won, harmed):
     # The weights are damaged, and the data ends before there is a verdict.
     run = healthy_run(DAMAGE, loss)
     level = run.driver.weight + 5.0
-    while max(anchor.evidence for anchor in run.comparisons.anchors) < (1 + STAKE) ** won:
+    while max(anchor.evidence for anchor in run.witness.state.anchors) < (1 + STAKE) ** won:
         assert run.take(run.step, weight=level, alarm=True) is None
     newest = run.step - 1
 
-    verdict = run.comparisons.suspicion.decide_at_end(newest)
+    verdict = run.witness.decide_at_end(newest)
 
     has_strong_evidence = won > 3
     assert (verdict is not None) == (harmed == 1.0 or has_strong_evidence)

@@ -1,0 +1,251 @@
+"""`LossFunction`: evaluates the user's `loss_fn` with current and with earlier weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from healcore.core.decision import Cause
+from healcore.core.errors import HealcoreError
+from healcore.core.signals import SignalError, check_scalar
+from healcore.runtime.data.random_states import isolated
+from healcore.runtime.driver import LossFn, WeightsChanged
+from healcore.runtime.faults.classification import classify
+from healcore.runtime.faults.microbatches import clear_frames
+from healcore.runtime.run.batch_parts import GOOD_STEPS
+from healcore.runtime.run.witness.evidence import ComparisonState, TrainedStep
+
+if TYPE_CHECKING:
+    from healcore.runtime.run.run import Run
+
+SAME_LOSS = 1e-3
+"""Relative difference up to which two losses of one batch are equal, in half precision too."""
+
+
+def loss_of(result: Any) -> Any:
+    """The loss in what a `loss_fn` has returned.
+
+        loss_of(loss) == loss_of((loss, logits)) == loss_of({"loss": loss, "logits": logits})
+
+    Args:
+        result: the loss; or a tuple that begins with it, as the `compute_loss` of trainers returns;
+            or a mapping with the key "loss", such as an output of a Hugging Face model.
+    """
+    if isinstance(result, tuple) and result:
+        return result[0]
+    if isinstance(result, Mapping) and "loss" in result:
+        return result["loss"]
+    return result
+
+
+class NotComparable(HealcoreError, ValueError):
+    """Raised by a `loss_fn` that healcore has made from a trainer's step and cannot use.
+
+    For example, the step may change state that a second call cannot undo. The run continues without
+    comparisons, and the log says why.
+    """
+
+
+class _Failure(NamedTuple):
+    """Why an evaluation has failed on one rank."""
+
+    text: str
+    """The problem, for the user."""
+    is_mistake: bool = False
+    """Whether the function is wrong, and not only this call of it."""
+    parts: int = 0
+    """If memory ran out: the parts of the batches, which may be halved. Else 0."""
+
+
+class LossFunction:
+    """The `loss_fn` of a Healer, evaluated on all ranks.
+
+    A `loss_fn` that raises is not called again: it must not end the run that it protects. If memory
+    runs out, it is called again for smaller parts of the batches. Both weights are evaluated on the
+    same parts, so that their losses can be compared even if a loss of parts differs from the loss
+    of the whole batch.
+
+    Args:
+        run: the parts of the run.
+        function: the user's function of a batch, or None to evaluate nothing.
+
+    Attributes:
+        is_checked: whether `check` was called.
+    """
+
+    def __init__(self, run: Run, function: LossFn | None) -> None:
+        self.run = run
+        self._function: LossFn | None = None
+        if function is not None:
+            self._function = lambda *given: loss_of(function(*given))
+        self.is_checked = False
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether there is a function that may be called."""
+        return self._function is not None
+
+    def drop(self, problem: str) -> None:
+        """Drops the function for the rest of the process. The run continues without comparisons.
+
+        Args:
+            problem: why it cannot be used, for the log.
+        """
+        self._function = None
+        self.run.record.comparisons = ComparisonState()
+        self.run.log.problem(self.run.progress.step, problem)
+
+    def check(self, trained: TrainedStep, loss: float) -> None:
+        """Calls `loss_fn` twice on the first step with batches. It is dropped if it is unusable.
+
+        Args:
+            trained: the step.
+            loss: its training loss. If it is the loss of the weights before the step, comparisons
+                need not evaluate current weights. A `loss_fn` that draws random numbers has drawn
+                others in the step, so its loss is another one.
+
+        Raises:
+            SignalError: `loss_fn` changes the batch, raises, or does not return one number. An
+                exception about memory, data or the network is only a warning.
+        """
+        self.is_checked = True
+        everyone, error = self._on_all_ranks([trained], None)
+        failures = [each for each in everyone if isinstance(each, _Failure)]
+        for failure in failures:
+            if failure.is_mistake:
+                mistake = SignalError(
+                    f"{failure.text}\nThe Healer calls loss_fn(batch), or in JAX with a pytree as "
+                    "state loss_fn(state, batch), with a batch of healer.batches(), and expects "
+                    "one number: correct the function, or pass loss_fn=None"
+                )
+                # Nothing is saved: the mended program trains the first step again.
+                self.run.progress.reading_error = mistake
+                raise mistake from error
+        if failures:
+            self.drop(f"{failures[0].text}; it is not called again")
+            return
+        for [(first, second)] in everyone:
+            # False for NaN: a loss of NaN is no sign of state.
+            if abs(first - second) > SAME_LOSS * max(abs(first), SAME_LOSS):
+                self.drop(
+                    f"loss_fn gives {first:.6g} and then {second:.6g} for the same batch, "
+                    "because it keeps state or draws from a generator of its own: no weights are "
+                    "compared. Change such state in the loop, and draw from the global generators"
+                )
+                return
+        state = self.run.record.comparisons
+        before = state.anchor_of(trained.index)
+        if before is not None:
+            losses = self.losses([trained], before.weights, [math.nan])
+            if losses is not None:
+                state.gives_loss = math.isclose(loss, losses[0][1], rel_tol=SAME_LOSS)
+
+    def losses(
+        self, steps: Sequence[TrainedStep], weights: Any, known: list[float] | None = None
+    ) -> list[tuple[float, float]] | None:
+        """Evaluates steps with the current weights and with earlier weights. Collective.
+
+        Args:
+            steps: the steps, with their batches.
+            weights: the earlier weights, a result of `Driver.copy_weights`.
+            known: losses of the steps with the current weights, or None to evaluate these.
+
+        Returns:
+            For each step the loss with the current and with the earlier weights, each the mean over
+            all ranks. None if on some rank the parameters have changed since, or if the `loss_fn`
+            raises: then it is dropped.
+        """
+        if not self.is_usable:
+            return None
+        everyone, _ = self._on_all_ranks(steps, weights, known)
+        failures = [each for each in everyone if isinstance(each, _Failure)]
+        if failures:
+            self.drop(f"{failures[0].text}; it is not called again")
+        if failures or None in everyone:
+            return None
+        return _means(everyone)
+
+    def _on_all_ranks(
+        self, steps: Sequence[TrainedStep], weights: Any, known: list[float] | None = None
+    ) -> tuple[list[Any], Exception | None]:
+        """Evaluates steps on each rank, in smaller parts for as long as memory runs out.
+
+        Returns:
+            Of each rank the current and the earlier loss of each step, a `_Failure`, or None if the
+            parameters have changed; and the exception of this rank, or None.
+        """
+        state, step = self.run.record.comparisons, self.run.progress.step
+        is_try = state.parts > state.least_parts and step >= state.parts_since + GOOD_STEPS
+        if is_try:
+            state.parts, state.parts_since = state.parts // 2, step
+        while True:
+            error = None
+            mine: Any = None
+            try:
+                now = known or self._evaluated(steps, None)
+                mine = [*zip(now, self._evaluated(steps, weights), strict=True)]
+            except WeightsChanged:
+                pass
+            except Exception as raised:
+                error = raised
+                mine = self._failure(steps, raised)
+            try:
+                everyone = self.run.ranks.gather(mine)
+            except Exception as lost:  # the other ranks wait in the forward pass (FSDP)
+                raise lost from error
+            parts = [each.parts for each in everyone if isinstance(each, _Failure)]
+            if not parts or min(parts) == 0:
+                return everyone, error
+            state.parts, state.parts_since = 2 * max(parts), step
+            if is_try:
+                state.least_parts = state.parts
+            self.run.log.info(
+                f"a comparison of weights does not fit into memory: it evaluates a batch in "
+                f"{state.parts} parts"
+            )
+
+    def _evaluated(self, steps: Sequence[TrainedStep], weights: Any) -> list[float]:
+        """The mean loss of each step over its batches, in the parts that fit into memory."""
+        assert self._function is not None
+        contents: list[Any] = []
+        shares: list[list[float]] = []
+        for step in steps:
+            shares.append([])
+            for batch in step.batches:
+                parts = self.run.batch_parts.to_evaluate(
+                    batch.content, self.run.record.comparisons.parts
+                )
+                contents += [part for part, _ in parts]
+                shares[-1] += [batch.weight * share for _, share in parts]
+        with isolated():
+            found = self.run.driver.losses_of(self._function, contents, weights)
+        losses = iter([float(check_scalar("loss_fn(batch)", each)) for each in found])
+        return [sum(share * next(losses) for share in each) / sum(each) for each in shares]
+
+    def _failure(self, steps: Sequence[TrainedStep], error: Exception) -> _Failure:
+        """What an exception of this rank's calls means."""
+        if isinstance(error, NotComparable):
+            return _Failure(f"{error}, so no weights are compared")
+        text = f"loss_fn raised {type(error).__name__}: {error}"
+        fault = classify(error)
+        if fault.cause is Cause.OOM:
+            parts = 0
+            for step in steps:
+                for batch in step.batches:
+                    least = self.run.record.comparisons.parts
+                    parts = max(parts, self.run.batch_parts.divisible_parts(batch.content, least))
+            clear_frames(error)  # the tensors of the pass that failed
+            return _Failure(text, parts=parts)
+        # `fault.hint` is set for errors such as wrong shapes: the function is wrong.
+        is_wrong = fault.cause is Cause.UNKNOWN or bool(fault.hint)
+        return _Failure(text, is_mistake=is_wrong or isinstance(error, SignalError))
+
+
+def _means(everyone: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
+    """The mean over the ranks of current and earlier loss of each step."""
+    means: list[tuple[float, float]] = []
+    for of_ranks in zip(*everyone, strict=True):
+        now, then = zip(*of_ranks, strict=True)
+        means.append((sum(now) / len(now), sum(then) / len(then)))
+    return means
