@@ -301,7 +301,7 @@ KINDS: dict[str, EventKind] = {
     "alert": EventKind(
         "A rule alerts on a cause that begins, also while another cause lasts: once in an "
         "incident; outside of incidents at the first ten faults of each cause, then at each power "
-        "of two, and at a loss twice as high as in any line before.",
+        "of two.",
         ("cause", "action", "severity", "diagnosis", "references"),
         "{severity}: {cause}: {diagnosis}",
         Trait.JUDGED | Trait.SEVERE,

@@ -242,16 +242,16 @@ def test_a_fault_of_one_optimizer_is_not_hidden_by_those_of_another(tmp_path, ca
 
 
 @pytest.mark.slow
-def test_many_faults_do_not_flood_the_console_and_a_larger_one_is_told(tmp_path, capsys):
-    """The first ten, each power of two, and each whose loss is twice as high as in any line."""
+def test_many_faults_do_not_flood_the_console(tmp_path, capsys):
+    """The first ten, and each power of two."""
     apart = 60  # steps between two spikes: each is a fault of its own
-    heights = dict.fromkeys(range(1, 21), 40.0) | {13: 90.0, 14: 95.0}
+    heights = dict.fromkeys(range(1, 21), 40.0)
     spikes = {apart * number: height for number, height in heights.items()}
 
     train_on(of_one(falling(apart * 21, spikes)), store=tmp_path)
 
     assert steps_of(tmp_path, "alarm") == [*spikes], "each is an alarm"
-    told = [apart * number for number in (*range(1, 11), 13, 16)]
+    told = [apart * number for number in (*range(1, 11), 16)]
     assert spikes_printed(capsys) == told
     assert steps_of(tmp_path, "alert") == told
 

@@ -153,7 +153,7 @@ def test_an_observed_run_is_reported_as_what_would_have_been(tmp_path):
     # The postmortem.
     (written,) = postmortems(events.parent)
     assert (written["skips"], written["observed_skips"]) == (0, 600)
-    assert "Tried: nothing: the policy only observes." in written["diagnosis"]
+    assert "Tried: nothing: the policy only observes\n" in written["diagnosis"]
     assert written["metrics"]["heal/observed_skips"] == 600
 
     # The report.

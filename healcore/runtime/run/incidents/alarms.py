@@ -258,13 +258,13 @@ class Alarms:
         if judged.record.by_optimizer:
             line += "; the optimizer made NaN or Inf of a finite gradient"
         failure = failures_of(judged.record.cause)[0]
+        write = self.run.log.warning
         if failure.severity is Severity.ERROR:
-            self.run.log.error(line)
-        else:
-            self.run.log.warning(line)
+            write = self.run.log.error
+        write(line)
         if failure.name not in self._explained:
             self._explained.add(failure.name)
-            self.run.log.info(f"what to check: docs/faults.md#{failure.name}")
+            write(f"what to check: docs/faults.md#{failure.name}")
 
     def _rate_of(self, record: StepRecord) -> float | None:
         """The learning rate of a step, or None if it is unknown.
