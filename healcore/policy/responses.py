@@ -172,8 +172,7 @@ class IncidentTable(NamedTuple):
     alert_steps: StepsOrZero = 0
     """Steps that a cause must be absent before the `Healer` alerts on it again. With 1 you see each
     isolated spike. With 0 these are `quiet_steps`, and the log is short: outside of incidents it
-    shows the first ten alerts of each cause, then the 16th, the 32nd, the 64th and so on, and each
-    loss that is twice as high as all losses shown before."""
+    shows the first ten alerts of each cause, then the 16th, the 32nd, the 64th and so on."""
 
 
 class Rollback(NamedTuple):
