@@ -87,7 +87,7 @@ def end_run(run: Run, error: BaseException | None, *, by: EndedBy = "block") -> 
     fault, memory, problem = Fault(Cause(0), ""), "", ""
     if isinstance(raised, Exception):
         fault, memory = _save_and_log_fault(run, raised, replaced)
-    elif error is None:
+    if error is None:
         problem = _save_completed(run, replaced, together=together, by=by)
     else:
         _save_early_end(run, error, replaced, together=together)
@@ -286,7 +286,7 @@ def _save_at_exception(run: Run, replaced: str) -> str:
 
 
 def _save_early_end(run: Run, error: BaseException, replaced: str, *, together: bool) -> None:
-    """Saves the state of the last step if the run was asked to end, or the program has exited.
+    """Saves the state of the last step if the program was left between two steps.
 
     A stop saves nothing: the policy has rejected the weights. If the run ends within an optimizer
     step, an evaluation or the work of a trainer after its step, a restart repeats the step. If
@@ -304,7 +304,7 @@ def _save_early_end(run: Run, error: BaseException, replaced: str, *, together: 
     if not replaced:
         save = partial(saver.save_last, completed=False, after_loop=run.loop.has_trainer)
         _attempt(run, "the last state could not be saved", save)
-    elif run.progress.step != run.schedule.last_saved:
+    elif run.progress.step != run.schedule.last_saved and not isinstance(error, Exception):
         run.loop.warn(f"no checkpoint was saved at the end: {replaced}")
 
 
