@@ -46,8 +46,8 @@ def watched(witness: Witness, seen: list[Any]) -> None:
     """Notes every pair of losses that is compared, and the anchor."""
     evaluate = witness.losses_of
 
-    def losses_of(steps: Any, anchor: Any) -> Any:
-        found = evaluate(steps, anchor)
+    def losses_of(steps: Any, anchor: Any, known: Any = None) -> Any:
+        found = evaluate(steps, anchor, known)
         assert found is not None
         now, then = [each for each, _ in found], [each for _, each in found]
         indices = [each.index for each in steps]

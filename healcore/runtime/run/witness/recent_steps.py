@@ -127,8 +127,9 @@ class RecentSteps:
         for name, norm in trained.norms.items():
             is_unusual |= UNUSUAL_NORM * self._known.get(name, math.inf) < norm < math.inf
         sign = alarm or is_unusual or _exceeds(loss, state.last)
-        high = sign or _exceeds(loss, state.usual)
-        self._add_loss(loss, high=high)
+        is_bad = alarm or _exceeds(loss, state.last) or _exceeds(loss, state.usual)
+        high = is_bad or is_unusual
+        self._add_loss(loss, high=is_bad)
         signs = Signs(
             sign,
             high,
@@ -148,7 +149,7 @@ class RecentSteps:
         if high or (state.bursts and index < state.bursts[-1][0] + STEPS_AFTER_SIGN):
             self._keep(trained)
         self._last.append(trained)
-        self._add_norms(trained)
+        self._add_norms(trained, learns=not (is_bad or state.has_evidence))
         return signs
 
     def _add_loss(self, loss: float, *, high: bool) -> None:
@@ -174,13 +175,13 @@ class RecentSteps:
         if len(self._kept) < MAX_KEPT:
             self._kept[trained.index] = trained
 
-    def _add_norms(self, trained: TrainedStep) -> None:
+    def _add_norms(self, trained: TrainedStep, *, learns: bool) -> None:
         """Adds norms and rates of a step, and those of an older step that have waited."""
         record = self.run.record
         for name, norm in trained.norms.items():
             if math.isfinite(norm):
                 self._typical.setdefault(name, deque(maxlen=REGULAR_INTERVAL)).append(norm)
-        if record.comparisons.has_evidence:
+        if not learns:
             return
         self._young.append(trained._replace(batches=()))
         if len(self._young) <= UNTIL_HEALTHY:
