@@ -125,9 +125,8 @@ def test_a_resumed_run_goes_back_with_its_budget(tmp_path):
     state = engine.on_rollback(states[-1], states[299])
     state = paid_for(state, states[-1].budget.recoveries)
     after, _ = by_hand(engine, state, rows_of(second), range(450, 850))
-    got, result = replayed(logs.trace(first, second), "pretraining")
+    got, _ = replayed(logs.trace(first, second), "pretraining")
     assert got == before + after
-    assert {each.attempt for each in result.incidents} == {0, 1}
 
 
 def test_rollbacks_use_up_no_budget_and_count_once_for_each_incident(tmp_path):
