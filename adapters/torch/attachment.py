@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from healcore.console import Console, checked_console
-from healcore.core.decision import Decision
+from healcore.core.decision import Action, Cause, Decision
 from healcore.core.engine import Engine
 from healcore.core.engine.state import metrics as metrics_of
 from healcore.core.engine.state import record_numbers
@@ -346,7 +346,15 @@ class Healing:
         group_scale = decision.group_scale
         if group_scale is not None:
             group_scale = group_scale.tolist()
-        return self.live_engine.pending_record()().decision._replace(group_scale=group_scale)
+        return Decision(
+            grad_scale=float(decision.grad_scale),
+            skip=bool(decision.skip),
+            lr_scale=float(decision.lr_scale),
+            action=Action(int(decision.action)),
+            cause=Cause(int(decision.cause)),
+            rollback_depth=int(decision.rollback_depth),
+            group_scale=group_scale,
+        )
 
     def metrics(self) -> dict[str, Tensor]:
         """Named 0-d tensors for a logger (`heal/grad_norm`, `heal/skips`, ...). Copies.

@@ -21,10 +21,10 @@ from healcore.torch import attach
 from tests.torch.sync_counter import CountSyncs
 
 COUNTS = {
-    "default": (311, 15),
-    "conservative": (858, 715),
-    "pretraining": (1029, 887),
-    "zclip": (298, 266),
+    "default": (350, 15),
+    "conservative": (990, 715),
+    "pretraining": (1190, 887),
+    "zclip": (345, 266),
 }
 """Primitives in the jaxpr of the engine (jax 0.10.2), and operations that torch (2.13.0) dispatches
 in an eager `optimizer.step()` with the device engine. 14 primitives are of the limit of the norm,
@@ -52,7 +52,7 @@ def test_the_engine_has_the_committed_number_of_equations(preset: str):
     assert 0.8 * committed <= found <= 1.1 * committed, found
 
 
-STEPS = {"default": 558, "pretraining": 1449, "zclip": 539}
+STEPS = {"default": 886, "pretraining": 2057, "zclip": 863}
 """Primitives that `protect(optax.adamw(...), preset)` adds to AdamW's own 43, for two tensors."""
 
 
@@ -69,10 +69,10 @@ def test_a_protected_step_has_the_committed_number_of_equations(preset: str):
     assert 0.8 * STEPS[preset] <= found <= 1.1 * STEPS[preset], found
 
 
-def test_the_healing_state_of_default_is_three_arrays():
+def test_the_healing_state_of_default_is_four_arrays():
     """Each array costs a jitted step 2 to 5 us."""
     state = protect(optax.sgd(0.1), "default").init({"w": jnp.ones(3)})
-    assert len(jax.tree.leaves(state)) == 3
+    assert len(jax.tree.leaves(state)) == 4
 
 
 @pytest.mark.parametrize("preset", COUNTS)

@@ -23,7 +23,7 @@ def by_optimizer_text(rate: float | None) -> str:
     Returns:
         The diagnosis for a person.
     """
-    text = "The optimizer made NaN or Inf of a finite gradient"
+    text = "the optimizer made NaN or Inf of a finite gradient"
     if rate is not None and not math.isfinite(rate):
         text += f": the learning rate is {rate}"
     return (

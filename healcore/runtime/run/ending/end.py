@@ -202,7 +202,8 @@ def _read_last_steps(run: Run, error: BaseException | None, replaced: str) -> Ba
     except RunStopped as stop:
         return stop
     except Exception as problem:
-        if problem is not run.progress.reading_error:  # the line of the fault says the same
+        # Otherwise the line of the fault says the same.
+        if error is not None or problem is not run.progress.reading_error:
             loop.warn(f"the last steps could not be read: {type(problem).__name__}: {problem}")
     # Raised, as for any earlier step: the next start would take the run for completed.
     return error or run.progress.reading_error

@@ -256,7 +256,7 @@ class Alarms:
             which = f"incident {judged.number}: "
         line = f"step {judged.result.index}: {which}{text}"
         if judged.record.by_optimizer:
-            line += "; the optimizer made NaN or Inf of a finite gradient"
+            line += f"; {by_optimizer_text(judged.record.lr).partition('. ')[0]}"
         failure = failures_of(judged.record.cause)[0]
         write = self.run.log.warning
         if failure.severity is Severity.ERROR:
