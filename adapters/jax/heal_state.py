@@ -455,8 +455,7 @@ def last_decision(state: HealState) -> Decision:
 def metrics(vector: jax.Array) -> dict[str, jax.Array]:
     """The numbers of the newest step, named for a logger by `record_metrics`.
 
-    The loss is NaN until the first finite loss. (The engine's state has -0.0 there, because a
-    checkpoint with a NaN would count as bad.) One dispatch outside of a compiled step.
+    The loss is NaN until the first finite loss. One dispatch outside of a compiled step.
 
     Args:
         vector: `HealState.heal_engine`, or with a leading axis over the runs of a `vmap`.
@@ -467,9 +466,6 @@ def metrics(vector: jax.Array) -> dict[str, jax.Array]:
     packed: _Packed = _unpack(_ANY_POLICY, vector)
     values = dict(zip(RECORD_FIELDS, record_numbers(packed.engine), strict=True))
     values |= packed.engine.tally._asdict()
-    loss = values["loss"]
-    unknown = (loss == 0) & jnp.signbit(loss)
-    values["loss"] = jnp.where(unknown, jnp.nan, loss)
     return record_metrics(values)
 
 

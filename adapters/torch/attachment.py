@@ -402,13 +402,9 @@ class Healing:
         On an accelerator the call waits for the last step, unless the policy decides in the step
         (`zclip`, `pretraining`): call it when you log.
 
-        `heal/loss` is NaN until a step with a loss is judged.
+        `heal/loss` is NaN until a step with a finite loss is judged.
         """
-        metrics = self.live_engine.metrics()
-        if not self.has_seen_loss:
-            loss = metrics["heal/loss"]  # 0 at the start, unlike in a loaded state
-            metrics["heal/loss"] = loss.masked_fill(loss == 0, math.nan)
-        return metrics
+        return self.live_engine.metrics()
 
     # -- saving ---------------------------------------------------------------------------------
 

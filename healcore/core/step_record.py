@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from healcore.core import numerics
-from healcore.core.array_namespace import Flag, Float, Int
+from healcore.core.array_namespace import Flag, Float, Int, xp
 from healcore.core.decision import Action, Cause, Decision
 
 _MAX_EVIDENCE = 10  # tensors reported per step
@@ -177,12 +177,11 @@ class StepRecord(NamedTuple):
         """The measured values behind the cause.
 
         The loss or the norm is NaN if it was bad at this step and has never been finite. The engine
-        itself begins with zeros, which would look like a measured loss of 0.
+        itself begins with a norm of 0, which would look like a measured one.
         """
         found = Readings(self.loss, self.grad_norm, self.threshold, self.z, self.z_loss)
-        # The engine starts with zeros.
-        if self.cause & Cause.NONFINITE_LOSS and not self.loss:
-            found = found._replace(loss=np.nan)
+        if self.cause & Cause.NONFINITE_LOSS:
+            found = found._replace(loss=loss_or_nan(self.loss))
         if self.cause & Cause.NONFINITE_GRAD and not self.grad_norm:
             found = found._replace(grad_norm=np.nan)
         return found
@@ -283,13 +282,24 @@ _NAMES = {"why": "skip", "step": "steps", "incident": "incidents"}
 
 
 def record_metrics(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Names the numbers of `RECORD_FIELDS` and `Tally` for a logger, `heal/...`; copies nothing.
+    """Names the numbers of `RECORD_FIELDS` and `Tally` for a logger, `heal/...`.
 
     Counts include steps that a rollback has undone. `heal/loss` and `heal/grad_norm` are the last
-    finite values, and `heal/threshold` is 0 without a threshold. `heal/cause` and `heal/action` are
-    flags. In observe mode the numbers say what healing would have done.
+    finite values; the loss is NaN before the first one. `heal/threshold` is 0 without a threshold.
+    `heal/cause` and `heal/action` are flags. In observe mode the numbers say what healing would
+    have done.
     """
-    return {f"heal/{_NAMES.get(name, name)}": numbers[name] for name in _METRICS}
+    metrics = {f"heal/{_NAMES.get(name, name)}": numbers[name] for name in _METRICS}
+    return {**metrics, "heal/loss": loss_or_nan(numbers["loss"])}
+
+
+def loss_or_nan(loss: Float) -> Float:
+    """The last finite loss of `Telemetry`, or NaN where no loss was finite yet.
+
+    Args:
+        loss: float32 of any shape, of any array library.
+    """
+    return xp.where((loss == 0) & xp.signbit(loss), np.nan, loss)
 
 
 def is_nan_by_optimizer(cause: Cause, norms: np.ndarray) -> bool:
