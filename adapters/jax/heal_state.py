@@ -402,8 +402,7 @@ def last_decision(state: HealState) -> Decision:
 def metrics(records: jax.Array) -> dict[str, jax.Array]:
     """The numbers of the newest step, named for a logger by `engine.state.metrics`.
 
-    The loss is NaN until the first finite loss. (The engine's state has -0.0 there, because a
-    checkpoint with a NaN would count as bad.) One dispatch outside of a compiled step.
+    The loss is NaN until the first finite loss. One dispatch outside of a compiled step.
 
     Args:
         records: `HealState.heal_records`, or with a leading axis over the runs of a `vmap`.
@@ -412,11 +411,7 @@ def metrics(records: jax.Array) -> dict[str, jax.Array]:
         `heal/...` -> array 0-d, or (runs,).
     """
     newest = _newest(records)
-    numbers = engine_metrics(newest.record, newest.tally)
-    loss = numbers["heal/loss"]
-    unknown = (loss == 0) & jnp.signbit(loss)
-    numbers["heal/loss"] = jnp.where(unknown, jnp.nan, loss)
-    return numbers
+    return engine_metrics(newest.record, newest.tally)
 
 
 def _tensors(state: HealState) -> int | None:

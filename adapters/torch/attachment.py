@@ -362,15 +362,11 @@ class Healing:
         On an accelerator the call waits for the last step, unless the policy decides in the step
         (`zclip`, `pretraining`): call it when you log.
 
-        `heal/loss` is NaN until a step with a loss is judged.
+        `heal/loss` is NaN until a step with a finite loss is judged.
         """
         state = self.live_engine.state
         numbers = metrics_of(record_numbers(state), state.tally)
-        metrics = {name: torch.as_tensor(value).clone() for name, value in numbers.items()}
-        if not self._measurer.has_seen_loss:
-            loss = metrics["heal/loss"]  # 0 at the start, unlike in a loaded state
-            metrics["heal/loss"] = loss.masked_fill(loss == 0, math.nan)
-        return metrics
+        return {name: torch.as_tensor(value).clone() for name, value in numbers.items()}
 
     # -- saving ---------------------------------------------------------------------------------
 

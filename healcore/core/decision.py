@@ -119,7 +119,8 @@ class Telemetry(NamedTuple):
     decision: Decision
     """The ordered decision; in observe mode the enforced decision is neutral."""
     loss: Float
-    """float32: last finite loss; -0.0 before the first one, unlike a measured loss of 0."""
+    """float32: last finite loss. -0.0 before the first one, which no measured loss is: NaN here
+    would make a checkpoint count as bad. `step_record.loss_or_nan` reads it."""
     grad_norm: Float
     """float32: last finite global gradient norm, before clipping."""
     threshold: Float

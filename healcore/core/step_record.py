@@ -11,12 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.core.array_namespace import (
-    SIGNAL_LIMIT,
-    Flag,
-    Float,
-    Int,
-)
+from healcore.core.array_namespace import SIGNAL_LIMIT, Flag, Float, Int, xp
 from healcore.core.decision import Action, Cause, Decision
 
 _MAX_EVIDENCE = 10  # tensors reported per step
@@ -181,12 +176,11 @@ class StepRecord(NamedTuple):
         """The measured values behind the cause.
 
         The loss or the norm is NaN if it was bad at this step and has never been finite. The engine
-        itself begins with zeros, which would look like a measured loss of 0.
+        itself begins with a norm of 0, which would look like a measured one.
         """
         found = Readings(self.loss, self.grad_norm, self.threshold, self.z, self.z_loss)
-        # The engine starts with zeros.
-        if self.cause & Cause.NONFINITE_LOSS and not self.loss:
-            found = found._replace(loss=np.nan)
+        if self.cause & Cause.NONFINITE_LOSS:
+            found = found._replace(loss=loss_or_nan(self.loss))
         if self.cause & Cause.NONFINITE_GRAD and not self.grad_norm:
             found = found._replace(grad_norm=np.nan)
         return found
@@ -262,6 +256,15 @@ def unpack_record(packed: np.ndarray, engine: str = "") -> StepRecord:
     """
     floats = packed[RECORD_INTS : len(RECORD_FIELDS)].view(np.float32).tolist()
     return host_record(packed[:RECORD_INTS].tolist() + floats, engine)
+
+
+def loss_or_nan(loss: Float) -> Float:
+    """The last finite loss of `Telemetry`, or NaN where no loss was finite yet.
+
+    Args:
+        loss: float32 of any shape, of any array library.
+    """
+    return xp.where((loss == 0) & xp.signbit(loss), np.nan, loss)
 
 
 def is_nan_by_optimizer(cause: Cause, norms: np.ndarray) -> bool:

@@ -183,3 +183,15 @@ def test_a_record_has_the_rate_of_its_step_or_none(preset, given, read):
     saved = engine.from_dict(json.loads(json.dumps(engine.to_dict(state))))
     for each in (state, saved):
         assert host_record(record_numbers(each)).lr == read
+
+
+def test_the_last_finite_loss_of_an_alarm_may_be_0():
+    """It is NaN only if no loss was finite."""
+    engine = engine_of("default")
+    read = []
+    for losses in ((np.nan,), (0.0, np.nan)):
+        state = engine.init()
+        for loss in losses:
+            state, _ = engine.step(state, Signals(loss=np.float32(loss), grad_norm=np.float32(1)))
+        read.append(float(host_record(record_numbers(state)).readings.loss))
+    np.testing.assert_equal(read, [np.nan, 0.0])

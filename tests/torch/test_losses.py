@@ -1,6 +1,7 @@
 """Losses that a loop observes, and what `attach` logs on the logger `healcore` of its steps."""
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -200,3 +201,20 @@ def test_a_loss_that_is_observed_after_its_step_has_a_line(where: Any, logged: A
     (line,) = logged()
     assert "the first step had no loss, and the second step has one" in line
     assert "call observe(loss) before optimizer.step()" in line
+
+
+@pytest.mark.parametrize("engine", ["host", "device"])
+@pytest.mark.parametrize("policy", ["default", "pretraining"])
+def test_the_loss_in_the_metrics_is_nan_until_a_finite_one_and_may_be_0(engine, policy):
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.01)
+    heal = attach(optimizer, policy, engine=engine)
+    assert math.isnan(heal.metrics()["heal/loss"])
+    for loss, shown in ((math.nan, math.nan), (0.0, 0.0), (math.nan, 0.0)):
+        heal.observe(torch.tensor(loss))
+        weight.grad = torch.full((2,), 0.1)
+        optimizer.step()
+        np.testing.assert_equal(float(heal.metrics()["heal/loss"]), shown)
+    other = attach(torch.optim.SGD([weight], lr=0.01), policy, engine=engine)
+    other.load_state_dict(heal.state_dict())
+    assert float(other.metrics()["heal/loss"]) == 0

@@ -14,7 +14,7 @@ from healcore.core.array_namespace import Array, Flag, Float, Int
 from healcore.core.decision import Decision, Telemetry
 from healcore.core.engine.config import EngineConfig
 from healcore.core.engine.rule import RuleState, init_rule
-from healcore.core.step_record import RECORD_FIELDS
+from healcore.core.step_record import RECORD_FIELDS, loss_or_nan
 from healcore.core.trees import map_leaves, zeros
 
 FROZEN = -1.0
@@ -257,17 +257,19 @@ _NO_METRICS = ("onset", "incident_open", "rollback_depth", "lr")
 
 
 def metrics(record: Sequence[Array], tally: Tally) -> dict[str, Array]:
-    """Names the numbers of the last step for a logger, `heal/...`; copies nothing.
+    """Names the numbers of the last step for a logger, `heal/...`.
 
     Counts include steps that a rollback has undone. `heal/loss` and `heal/grad_norm` are the last
-    finite values, and `heal/threshold` is 0 without a threshold. `heal/cause` and `heal/action` are
-    flags. In observe mode the numbers say what healing would have done.
+    finite values; the loss is NaN before the first one. `heal/threshold` is 0 without a threshold.
+    `heal/cause` and `heal/action` are flags. In observe mode the numbers say what healing would
+    have done.
 
     Args:
         record: the numbers of the step, as `record_numbers` collects them.
         tally: the counts after the step.
     """
     numbers = dict(zip(RECORD_FIELDS, record, strict=True)) | tally._asdict()
+    numbers["loss"] = loss_or_nan(numbers["loss"])
     return {
         f"heal/{_METRIC_NAMES.get(name, name)}": number
         for name, number in numbers.items()
