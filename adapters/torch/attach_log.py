@@ -15,7 +15,6 @@ from healcore.core.decision import NONFINITE, Action, names_of
 from healcore.core.step_record import StepRecord
 from healcore.events.kinds import alarm_text
 from healcore.runtime.reporting.nonfinite_steps import FROM_START, nonfinite_streak_text
-from healcore.runtime.run.incidents.program_clip import ProgramClip
 from healcore.torch.live_engine import LiveEngine, PendingRecord
 from healcore.torch.measurement import Measurement, Measurer
 from healcore.torch.ranks import StepRanks
@@ -61,7 +60,6 @@ class AttachLog:
         """Records that are not logged yet, oldest first."""
         self._logged: set[str] = set()
         """Lines of `write_once`."""
-        self._program_clip = ProgramClip("torch")
         self._nonfinite = 0
         """Steps in a row that were not finite."""
 
@@ -110,10 +108,6 @@ class AttachLog:
         """Logs what is new in the record of a step."""
         if not record.judged:
             return
-        if record.taken:
-            line = self._program_clip.add(record.grad_norm)
-            if line:
-                self.write(line)
         self._log_nonfinite_streak(record)
         is_new = record.incident > self._incident
         self._incident = record.incident

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
 from pydantic import ConfigDict
 
 from healcore.core.array_namespace import SIGNAL_LIMIT
-from healcore.core.step_record import StepRecord
 from healcore.runtime.data import BatchId
 from healcore.runtime.driver import NumberRange
 
@@ -162,28 +161,6 @@ class Envelope:
             first, last = self.frozen
             lines.append(f"steps {first} to {last} are frozen: they change no weights")
         return lines
-
-    def with_thresholds(self, step: int, records: Sequence[StepRecord]) -> list[StepRecord]:
-        """The records of a step with the limits of the norm, for the metrics and the report.
-
-        An engine reports only the threshold of its clipping rule.
-
-        Args:
-            step: index of the step.
-            records: the records of the step.
-
-        Returns:
-            The records. Where a norm has a limit, `threshold` is the lower of both.
-        """
-        if not self.norms or self.freezes(step):
-            return [*records]
-        found = []
-        for record in records:
-            norm = self.norms.get(record.engine)
-            if norm is not None and not 0 < record.threshold < norm.limit:
-                record = record._replace(threshold=norm.limit)
-            found.append(record)
-        return found
 
 
 def held_number(bounds: NumberRange, seen: NumberRange) -> HeldNumber | None:

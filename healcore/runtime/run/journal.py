@@ -111,9 +111,6 @@ class Journal:
     """"number of the rule/engine" -> its `RuleState`: streak, age, and the window."""
     rule_fired: dict[str, int] = field(default_factory=dict)
     """Engine -> the last step at which a rule fired."""
-    first_rates: dict[str, float] = field(default_factory=dict)
-    """Engine -> the program's learning rate at the first step of the run, where it is known; 0 if
-    the rate has come back to it, because it is cyclic then."""
     last_rates: dict[str, float] = field(default_factory=dict)
     """Engine -> the program's learning rate at the newest step, where it is known."""
     rates: dict[str, float] = field(default_factory=dict)

@@ -42,7 +42,7 @@ class StructureChange(NamedTuple):
     """Epoch of this step."""
 
 
-SCHEMA = 11
+SCHEMA = 12
 _BatchId = Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]
 
 

@@ -9,7 +9,6 @@ from pydantic import TypeAdapter
 
 from healcore.runtime.driver import NumberRange
 from healcore.runtime.run.envelope import Envelope, HeldNorm, HeldNumber
-from tests.healer.step_records import record
 
 
 def test_a_limit_of_the_norm_follows_the_typical_norm_of_the_program_and_never_falls():
@@ -65,17 +64,3 @@ def test_an_envelope_is_saved_exactly(seen, until):
     text = kind.dump_json(held).decode()
     json.loads(text, parse_constant=lambda name: 1 / 0)
     assert kind.validate_json(text, strict=True) == held
-
-
-def test_the_threshold_of_a_step_is_the_limit_of_the_norm_where_that_is_lower():
-    held = Envelope(norms={"model": HeldNorm(limit=2.0, reached=9.0)}, frozen=(5, 6))
-
-    def threshold(step: int, **changes: Any) -> float:
-        (found,) = held.with_thresholds(step, [record(**changes)])
-        return found.threshold
-
-    assert threshold(7) == 2.0
-    assert threshold(7, threshold=1.0) == 1.0
-    assert threshold(7, threshold=3.0) == 2.0
-    assert threshold(5) == 0.0, "a frozen step has no limit"
-    assert threshold(7, engine="other") == 0.0

@@ -86,7 +86,6 @@ class Stopping:
         for result in self.run.dispatch_queue.read_all():
             self.run.progress.step += self.run.dispatch_queue.take_count_correction()
             several = self.run.monitor.metrics.has_several_engines
-            records = self.run.holding.envelope.with_thresholds(result.index, result.records)
-            self.run.log.records(result.index, records, several=several)
-            self.run.monitor.metrics.add(records)
+            self.run.log.records(result.index, result.records, several=several)
+            self.run.monitor.metrics.add(result.records)
             self.run.ledger.skips += result.why in SKIPS

@@ -4,7 +4,6 @@
 
     monitor        fills journal and ledger, writes events, and makes orders
     alarms         the events and lines of alarms, alerts and incidents
-    rate_log       the multipliers of the learning rates, and a rate that does not go back
-    program_clip   notices that a program clips its gradients
+    rate_log       the learning rates in force, and the event of each change of a multiplier
     metrics        counts and mean losses of the run
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,6 @@ from healcore.runtime.data import BatchId
 from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.incidents.alarms import Alarms, JudgedRecord
 from healcore.runtime.run.incidents.metrics import RunMetrics
-from healcore.runtime.run.incidents.program_clip import ProgramClip
 from healcore.runtime.run.ledger import IncidentRecord
 from healcore.runtime.run.trouble import Trouble, TroubleCause
 from healcore.runtime.run_options import Hooks, IncidentContext
@@ -59,10 +57,6 @@ class IncidentMonitor:
         self._alarms = Alarms(run)
         self._newest_causes = 0
         """`Cause` flags of the newest step."""
-        self._program_clips: defaultdict[str, ProgramClip] = defaultdict(
-            lambda: ProgramClip(run.driver.framework)
-        )
-        """Engine -> whether the program clips its gradients itself."""
 
     def note_step(self, result: StepResult) -> Trouble | None:
         """Notes one step: counts it, writes its events, and asks for an action.
@@ -92,11 +86,9 @@ class IncidentMonitor:
         self.metrics.add(result.records)
         self._alarms.report_over(result)
         for record in result.records:
-            if record.taken:
-                line = self._program_clips[record.engine].add(record.grad_norm)
-                if line:
-                    run.log.warning(f"step {result.index}: {line}")
-            elif journal.nonfinite_streak and (record.judged or record.why == Why.STATE_KEPT):
+            if record.taken or not journal.nonfinite_streak:
+                continue
+            if record.judged or record.why == Why.STATE_KEPT:
                 self.nonfinite_record = record
         self._newest_causes = result.causes
         return incident

@@ -85,7 +85,7 @@ class Holding:
         seen = broadcast(self.run.ranks, dict(self.run.driver.numbers()))
         rates: dict[str, float] = {}
         if step > self.run.record.first_step:  # no step was trained before the first checkpoint
-            rates = self.known_rates()
+            rates = self.run.rate_log.rates_in_force()
             if not self.run.witness.is_enabled:  # it has seen no steps
                 rates = {**rates, **self.run.journal.rates}
         free = {name: each for name, each in seen.items() if name not in envelope.numbers}
@@ -156,18 +156,6 @@ class Holding:
         return lasting
 
     # -- troubles -------------------------------------------------------------------------------
-
-    def known_rates(self) -> dict[str, float]:
-        """The learning rate of each engine at the last step, with the multiplier of the engine.
-
-        Returns:
-            Engine name -> learning rate, without rates that are unknown, NaN or Inf.
-        """
-        known = {}
-        for name, rate in self.run.rate_log.rates_in_force().items():
-            if rate is not None and math.isfinite(rate):
-                known[name] = rate
-        return known
 
     def rate_fact(self, trouble: Trouble, step: int, healthy: HealthyValues) -> RateFact:
         """What is known of the rates since the last rollback or start.

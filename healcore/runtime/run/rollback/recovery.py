@@ -89,8 +89,6 @@ class Recovery:
         # A dispatch may have more or fewer steps than `PendingDispatch.count`.
         run.progress.step += run.dispatch_queue.take_count_correction()
         records = [self._host_rules.with_rollback_order(each) for each in result.records]
-        if run.record.envelope.norms:  # a step has few calls
-            records = run.record.envelope.with_thresholds(result.index, records)
         result = result._replace(records=run.monitor.metrics.with_loss_ratios(records))
         run.log.records(
             result.index,
@@ -105,7 +103,7 @@ class Recovery:
             if rate is not None and rate > highest.get(record.engine, 0.0):
                 highest[record.engine] = rate
         if run.journal.nonfinite_streak == 1:  # not every record has the rate of its step
-            for name, rate in run.holding.known_rates().items():
+            for name, rate in run.rate_log.rates_in_force().items():
                 highest[name] = max(rate, highest.get(name, 0.0))
         return order
 

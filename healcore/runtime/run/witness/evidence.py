@@ -213,11 +213,7 @@ class ComparisonState:
     spent: float = 0.0
     """Evaluations of batches that the run has made and not yet earned."""
     parts: int = 1
-    """Parts in which the `loss_fn` evaluates a batch since memory ran out."""
-    parts_since: int = 0
-    """Step at which `parts` has last changed."""
-    least_parts: int = 1
-    """Fewer parts were tried, and have not fitted."""
+    """Least parts in which the `loss_fn` evaluates a batch since memory ran out in it."""
     gives_loss: bool = False
     """Whether the training loss is the result of `loss_fn`. Comparisons then do not evaluate the
     current weights on the batch of the step, which they have been trained on meanwhile."""

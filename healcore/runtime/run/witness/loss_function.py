@@ -13,7 +13,6 @@ from healcore.runtime.data.random_states import isolated
 from healcore.runtime.driver import LossFn, WeightsChanged
 from healcore.runtime.faults.classification import classify
 from healcore.runtime.faults.microbatches import clear_frames
-from healcore.runtime.run.batch_parts import GOOD_STEPS
 from healcore.runtime.run.witness.evidence import ComparisonState, TrainedStep
 
 if TYPE_CHECKING:
@@ -175,10 +174,7 @@ class LossFunction:
             Of each rank the current and the earlier loss of each step, a `_Failure`, or None if the
             parameters have changed; and the exception of this rank, or None.
         """
-        state, step = self.run.record.comparisons, self.run.progress.step
-        is_try = state.parts > state.least_parts and step >= state.parts_since + GOOD_STEPS
-        if is_try:
-            state.parts, state.parts_since = state.parts // 2, step
+        state = self.run.record.comparisons
         while True:
             error = None
             mine: Any = None
@@ -197,9 +193,7 @@ class LossFunction:
             parts = [each.parts for each in everyone if isinstance(each, _Failure)]
             if not parts or min(parts) == 0:
                 return everyone, error
-            state.parts, state.parts_since = 2 * max(parts), step
-            if is_try:
-                state.least_parts = state.parts
+            state.parts = 2 * max(parts)
             self.run.log.info(
                 f"a comparison of weights does not fit into memory: it evaluates a batch in "
                 f"{state.parts} parts"

@@ -550,8 +550,6 @@ class Witness:
             silent_until=max(state.silent_until, step),
             first_losses=state.first_losses,
             parts=state.parts,
-            parts_since=state.parts_since,
-            least_parts=state.least_parts,
             gives_loss=state.gives_loss,
         )
         self.recent = RecentSteps(self.run)

@@ -46,7 +46,7 @@ def test_a_cut_and_its_end_have_an_event_and_the_ramp_between_has_none(rate_log,
 def test_the_rates_in_force_have_the_multiplier_of_the_engines(rate_log, path):
     rate_log.read({"model": {"state": {"lr": {"scale": 0.5}}}})
     assert rate_log.lr_scale == 0.5
-    assert rate_log.rates_in_force() == {"model": 0.05, "other": None}
+    assert rate_log.rates_in_force() == {"model": 0.05}
     rate_log.add(1, record(lr_scale=0.5, lr=0.2, engine="model"))
     assert rate_log.rates_in_force()["model"] == 0.1, "of the step, not of the next one"
     assert not path.exists() or changes(path) == []
