@@ -19,7 +19,7 @@ PROVIDED = {
     },
     "plain_values": {
         "torch": "healcore.torch.store.state",
-        "jax": "healcore.jax.store.plain_values",
+        "jax": "healcore.jax.store.orbax",
     },
     "demo_training": {
         "torch": "healcore.torch.demo:TorchTraining",

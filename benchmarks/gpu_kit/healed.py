@@ -113,7 +113,7 @@ def snapshots() -> dict[str, Any]:
         for each in params:
             each.zero_()  # the save must have read the weights of before
     store.wait()
-    leaves = [leaf for copy in store.ring.copies.values() for leaf in copy.flat.leaves.values()]
+    leaves = [leaf for copy in store.copies.values() for leaf in copy.flat.leaves.values()]
     copies = [torch.from_numpy(leaf.parts[""]) for leaf in leaves]
     assert all(each.is_pinned() is CUDA for each in copies), "the copies are not pinned"
     restore()

@@ -73,7 +73,7 @@ def does_not_list(healer: Any) -> None:
 def forgets(healer: Any) -> None:
     """This rank's memory has lost the snapshots that the other one's has."""
     run_of(healer).store.join()
-    run_of(healer).store.ring.copies = {}
+    run_of(healer).store.copies = {}
 
 
 def loses_a_shard(healer: Any) -> None:

@@ -82,7 +82,7 @@ def test_a_killed_run_continues_from_the_newest_intact_checkpoint(framework, los
     expected = undisturbed(framework, tmp_path)
     loop = loop_with_nan(framework)
     breaks_off(loop, rules(), range(STEPS), at=23, store=[local, shared])
-    newest = scan(local).complete[20].folder
+    newest = scan(local).complete[20][0].folder
     if lost == "newest of the first":
         shutil.rmtree(newest)
     elif lost == "a bit of the first":
@@ -103,7 +103,7 @@ def test_both_copies_of_a_checkpoint_are_damaged_so_the_next_older_one_is_restor
         root.mkdir()
     breaks_off(loop_of("torch"), rules(), range(STEPS), at=23, store=places(tmp_path))
     for root in places(tmp_path):
-        flip_a_bit(scan(root).complete[20].folder, 1)
+        flip_a_bit(scan(root).complete[20][0].folder, 1)
     again = loop_of("torch")
     train(again, rules(), range(STEPS), store=places(tmp_path))
     assert again.faults.order[0] == 15
@@ -119,7 +119,7 @@ def test_a_checkpoint_stays_known_good_while_one_copy_is_intact(tmp_path):
         for number in healer.batches(range(60)):
             loop.step(healer, number)
             run_of(healer).store.wait()
-            for folder in {each.folder for each in scan(local).complete.values()} - damaged:
+            for folder in {each[0].folder for each in scan(local).complete.values()} - damaged:
                 flip_a_bit(folder, 1)
                 damaged.add(folder)
             if number == 50:

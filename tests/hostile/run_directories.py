@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from healcore.runtime.store import checksums, files, manifest
+from healcore.runtime.store import files, manifest
 from tests.healer.training_loops import TrainingResult, broken_at, loop_of, rules, train
 
 STEPS, LENGTH = 12, 18
@@ -61,7 +61,7 @@ def rewrite(folder: Path, file: str, content: Any) -> None:
     """Replaces a JSON file of a checkpoint, by a value or by bytes, with the right digests."""
     if file in (manifest.RECORD, manifest.MANIFEST) and isinstance(content, dict):
         content.pop("digest", None)
-        (folder / file).write_bytes(checksums.seal(content))
+        (folder / file).write_bytes(files.seal(content))
         return
     raw = content if isinstance(content, bytes) else json.dumps(content).encode()
     (folder / file).write_bytes(raw)
@@ -71,11 +71,11 @@ def rewrite(folder: Path, file: str, content: Any) -> None:
 
 def sealed_again(folder: Path) -> None:
     """The manifest of a checkpoint as its files are now: the digests are no secret."""
-    content = checksums.read_sealed(folder / manifest.MANIFEST)
+    content = files.read_sealed(folder / manifest.MANIFEST)
     unlisted = {manifest.MANIFEST, manifest.RECORD}
     digests = files.sync_and_digest(folder)
     content["files"] = {name: digests[name]._asdict() for name in digests.keys() - unlisted}
-    (folder / manifest.MANIFEST).write_bytes(checksums.seal(content))
+    (folder / manifest.MANIFEST).write_bytes(files.seal(content))
 
 
 def change_state(root: Path, change: Callable[[dict[str, Any]], None]) -> None:

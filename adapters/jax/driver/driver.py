@@ -60,7 +60,7 @@ from healcore.runtime.store.ranks import Alone, Ranks
 from healcore.runtime.store.store import CheckpointStore
 
 if TYPE_CHECKING:
-    from healcore.jax.store.vote_marks import VoteMarks
+    from healcore.jax.store.coordination import VoteMarks
 
 
 class JaxDriver(JaxWeights):
@@ -423,8 +423,7 @@ class JaxDriver(JaxWeights):
         """
         if jax.process_count() == 1:
             return Alone()
-        from healcore.jax.store.coordination import CoordinatedRanks
-        from healcore.jax.store.vote_marks import VoteMarks
+        from healcore.jax.store.coordination import CoordinatedRanks, VoteMarks
 
         self._votes = VoteMarks()
         return CoordinatedRanks()

@@ -64,7 +64,7 @@ from healcore.jax.heal_state import HealState, HealStateError, steps_judged
 from healcore.jax.trees import Path, PyTree, arrays_of, node_at, with_arrays
 
 if TYPE_CHECKING:
-    from healcore.jax.store.vote_marks import VoteMarks
+    from healcore.jax.store.coordination import VoteMarks
 
 LOOP_LINE = "state = healer.update(step(healer.state, batch))"
 """The line of a training loop that starts each step from the current state, for messages."""

@@ -1,23 +1,432 @@
 """`OrbaxStore` and `MemoryStore`: checkpoints of JAX states on disk and in host memory.
 
 `CheckpointStore` (`healcore/runtime/store`) does what does not depend on the framework: manifests,
-digests, the copies in memory. `JaxFormat` (`array_format.py`) is its part for JAX.
+digests, the copies in memory. It calls `JaxFormat`, its part for JAX, in this order for a save:
+
+    state      {"params": {"w": array on 4 devices}, "step": 7}
+      | add                      each array becomes a Leaf, with this process's shards as its parts
+    FlatState  entries           structure and Python values, as JSON
+               leaves            "params.w" -> Leaf(parts, layout)
+      | on_host, copy_from_devices   shards -> host memory; the step may then reuse donated memory
+    HostCopy
+      | write_large              in the background; Orbax writes each array under its name
+
+    checkpoints/step-0000000050.1/
+        data/state/              the arrays, as Orbax's own checkpoint of a flat dictionary
+        state.json               the entries
+        manifest.json            sizes and digests of all files
+
+Orbax stores arrays only, and under flat names, so that an Orbax program can read them without
+healcore. Everything else of a state is in the entries. The arrays of a small state of one process
+are one file instead. A restore goes the other way: `read_large` reads the arrays with the shardings
+of the live state, and `decode_array` makes what was saved.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 import os
-from collections.abc import Mapping
+import threading
+import urllib.parse
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import xxhash
+from etils import epath
+from safetensors.numpy import save_file
 
 from healcore.jax.driver.program_state import MARK, program_state_of
-from healcore.jax.store.array_format import JaxFormat
 from healcore.jax.store.coordination import CoordinatedRanks
-from healcore.runtime.store.checkpoints import IN_MEMORY, Keep, Restored
+from healcore.runtime.store import files, values
+from healcore.runtime.store.array_format import (
+    ArrayFormat,
+    Entries,
+    FlatState,
+    Leaf,
+    Target,
+    raw,
+)
+from healcore.runtime.store.checkpoints import IN_MEMORY, Keep, Restored, StoreError
+from healcore.runtime.store.ranks import Alone, run_on_each
 from healcore.runtime.store.store import CheckpointStore
+
+_PINNED = "pinned_host"
+"""Name of the memory of the host that an accelerator copies to without waiting."""
+_ITEM = "state"
+"""Name of the only checkpointable. Its tree is flat: array name -> array."""
+_this_thread = threading.local()
+"""Its attribute `saves` is True while the thread writes arrays for an `OrbaxStore`."""
+
+
+class _Layout(NamedTuple):
+    """How the shards of a leaf form an array."""
+
+    sharding: jax.sharding.Sharding | None = None
+    """Sharding, or None for a NumPy array."""
+    committed: bool = False
+    """Whether JAX may not move the array to another device."""
+
+    @property
+    def spans(self) -> bool:
+        """Whether other processes hold shards of the array."""
+        return self.sharding is not None and not self.sharding.is_fully_addressable
+
+
+class JaxFormat(ArrayFormat):
+    """Copies JAX states for a store, and writes and reads their arrays with Orbax's handler.
+
+    The parts of a leaf are this process's distinct shards, by (start, stop) per axis. Shards on a
+    CPU are copied before `copy` returns, because the next step may reuse donated memory. JAX copies
+    shards on a GPU to pinned host memory asynchronously, and handles donation.
+    """
+
+    name = "orbax"
+    small_dtypes = ArrayFormat.small_dtypes | {"uint16", "uint32", "uint64"}  # of random keys
+
+    def __init__(self, ranks: CoordinatedRanks | None = None) -> None:
+        self._ranks = ranks or Alone()
+
+    def add(self, flat: FlatState, name: str, value: Any) -> None:
+        """Adds the entry and the arrays of one item of the state. See `ArrayFormat.add`.
+
+        Args:
+            flat: the flat state to add to.
+            name: name of the item.
+            value: a pytree, or an object with `state_dict`.
+        """
+        encode = functools.partial(_encode_array, flat)
+        if hasattr(value, "state_dict"):
+            flat.entries[name] = {"tree": values.encode(value.state_dict(), (name,), encode)}
+            if values.attribute(value, "per_rank"):
+                flat.entries[name]["per_rank"] = True
+            return
+        paths, flat.treedefs[name] = jax.tree_util.tree_flatten_with_path(value)
+        leaves = []
+        for path, leaf in paths:
+            place: tuple[str, ...] = (name,)
+            if path:
+                place = name, jax.tree_util.keystr(path, simple=True, separator=".")
+            leaves.append([jax.tree_util.keystr(path), values.encode(leaf, place, encode)])
+        flat.entries[name] = {"leaves": leaves}
+
+    def on_host(self, part: Any) -> np.ndarray | None:
+        """A shard in host memory, which is copied at once: the next step may reuse its memory."""
+        is_on_device = isinstance(part, jax.Array) and part.size > 0
+        if is_on_device and next(iter(part.devices())).platform != "cpu":
+            return None
+        return np.asarray(part)
+
+    def copy_from_devices(
+        self, parts: Sequence[Any], old: Sequence[Any]
+    ) -> tuple[Sequence[Any], Callable[[], object]]:
+        """Begins copies of shards to pinned host memory. JAX allocates it, and handles donation.
+
+        Args:
+            parts: the shards.
+            old: not used.
+
+        Returns:
+            The copies in the order of `parts`, and a function that waits until they are complete.
+        """
+        del old
+        copies = [jax.device_put(x, x.sharding.with_memory_kind(_PINNED)) for x in parts]
+        return copies, functools.partial(jax.block_until_ready, copies)
+
+    def array(self, leaf: Leaf, live: Leaf | None) -> Any:
+        """Makes the array of a copy: NumPy's, or JAX's if other processes hold a part of it.
+
+        Args:
+            leaf: the copy, whose shards are in NumPy's memory.
+            live: the leaf of the state to restore into, or None if the state has no such leaf.
+
+        Raises:
+            ValueError: other processes hold shards that this process needs for the live sharding.
+        """
+        sharding = None
+        if live is not None:
+            sharding = live.layout.sharding
+        return _array(leaf, sharding)
+
+    def decode_array(self, node: Mapping[str, Any], array: Any, live: Leaf | None) -> Any:
+        """Makes what the program has saved from the array that the checkpoint holds.
+
+        Args:
+            node: entry of the array, with its `kind`: "jax", "numpy", "scalar" or "key".
+            array: the array; the data of a random key.
+            live: the leaf of the state to restore into, or None if the state has no such leaf.
+
+        Returns:
+            A random key, a NumPy scalar, or an array of the kind and the placement of the live one.
+        """
+        is_numpy, placement = node["kind"] in ("numpy", "scalar"), None
+        if live is not None:
+            is_numpy = live.layout.sharding is None
+            if live.layout.committed:
+                placement = live.layout.sharding
+        if isinstance(array, np.ndarray) and not is_numpy:
+            # Without a sharding it is not committed to a device. Replicas on a CPU share memory.
+            # This is safe with donation: XLA never writes to memory that belongs to NumPy.
+            array = jax.device_put(array, placement)
+        if node["kind"] == "key":
+            return jax.random.wrap_key_data(jnp.asarray(array), impl=node["impl"])
+        if node["kind"] == "scalar" and is_numpy:
+            return array[()]
+        return array
+
+    @functools.cached_property
+    def _handler(self) -> ocp.PyTreeCheckpointHandler:
+        """Orbax's handler, which writes arrays without compression.
+
+        Orbax's checkpointers cannot be used: they number their operations in a variable of the
+        process without a lock, and the program's own manager may run in another thread. Compression
+        would make trained weights about 8 % smaller, and a save two to three times as long.
+        """
+        _wait_for_no_signals()
+        return ocp.PyTreeCheckpointHandler(use_compression=False)
+
+    def write_small(self, flat: FlatState, path: Path) -> None:
+        """Writes whole arrays as a file of safetensors."""
+        save_file({name: _assembled(leaf) for name, leaf in flat.leaves.items()}, path)
+
+    def array_of_bytes(self, data: np.ndarray, node: Mapping[str, Any]) -> np.ndarray:
+        """A fresh array of the bytes in such a file, uint8 (n,)."""
+        return data.view(node["dtype"]).reshape(node["shape"]).copy()
+
+    def write_large(self, flat: FlatState, folder: Path) -> None:
+        """Writes the shards of this process. All processes call this method together.
+
+        Empty arrays are not written, because Orbax cannot save them; `read_large` makes them from
+        their entries.
+
+        Args:
+            flat: a state in host memory.
+            folder: folder of the checkpoint's data, the same for all processes.
+
+        Raises:
+            StoreError: an array that does not span processes differs between them, or a process
+                failed to write.
+        """
+        self._check_equal(flat)
+        saved = [leaf for leaf in flat.leaves.values() if math.prod(leaf.shape)]
+        item = epath.Path(folder / _ITEM)
+
+        def save() -> None:
+            item.mkdir(parents=True, exist_ok=True)
+            arrays = {_escaped(leaf.name): _to_write(leaf) for leaf in saved}
+            _this_thread.saves = True
+            try:
+                self._handler.save(item, args=ocp.args.PyTreeSave(arrays))
+            finally:
+                _this_thread.saves = False
+
+        if saved:
+            run_on_each(self._ranks, save)
+            if self._ranks.rank == 0:  # after all processes have written
+                self._handler.finalize(item)
+                files.write_new(folder / "_CHECKPOINT_METADATA", b"{}")
+
+    def _check_equal(self, flat: FlatState) -> None:
+        """Raises StoreError unless arrays that do not span processes are equal in all processes."""
+        own = {}
+        for leaf in flat.leaves.values():
+            if self._ranks.world > 1 and not leaf.layout.spans:
+                digests = {}
+                for place, part in leaf.parts.items():
+                    digests[place] = xxhash.xxh3_128_hexdigest(raw(part).data)
+                own[leaf.name] = digests
+        gathered = self._ranks.gather(own)
+        for name in sorted(set().union(*gathered)):
+            if any(digests.get(name) != gathered[0].get(name) for digests in gathered):
+                raise StoreError(
+                    f"{name} differs between the {self._ranks.world} processes, and does not "
+                    "span them: make it one array over the mesh of all processes, "
+                    "jax.make_array_from_process_local_data(NamedSharding(mesh, spec), part), or "
+                    "make it equal everywhere (for instance a key without the process index)"
+                )
+
+    def read_large(self, folder: Path, target: Target) -> dict[str, Any]:
+        """Reads whole arrays into NumPy's memory, and of an array that spans processes own shards.
+
+        Args:
+            folder: the folder that `write_large` has written.
+            target: the arrays to read, and the live leaves into which they are restored.
+
+        Returns:
+            Name -> array.
+        """
+        nodes = target.arrays
+        arrays: dict[str, Any] = {}
+        wanted: dict[str, Any] = {}
+        for name, node in nodes.items():
+            live = target.flat.leaves.get(name)
+            if not math.prod(node["shape"]):  # an empty array is not stored
+                arrays[name] = np.empty(node["shape"], node["dtype"])
+            elif live is not None and live.layout.spans:
+                wanted[_escaped(name)] = ocp.ArrayRestoreArgs(sharding=live.layout.sharding)
+            else:
+                wanted[_escaped(name)] = ocp.RestoreArgs(restore_type=np.ndarray)
+        if wanted:
+            args = ocp.args.PyTreeRestore(
+                dict.fromkeys(wanted, 0), restore_args=wanted, partial_restore=True
+            )
+            stored = self._handler.restore(epath.Path(folder / _ITEM), args=args)
+            for name in nodes.keys() - arrays.keys():
+                arrays[name] = stored[_escaped(name)]
+        return arrays
+
+    def match(self, step: int, saved: Entries, like: Mapping[str, Any]) -> Target:
+        """See `ArrayFormat.match`.
+
+        Args:
+            step: step of the checkpoint, for the message.
+            saved: the entries of the checkpoint.
+            like: the live values, or for a checkpoint of a Healer the state as the Healer was given
+                it, which need not be a mapping.
+        """
+        if MARK in saved and not (isinstance(like, Mapping) and MARK in like):
+            like = program_state_of(like).items()
+        return super().match(step, saved, like)
+
+
+@functools.cache
+def _wait_for_no_signals() -> None:
+    """Replaces a function of Orbax, so that saves of this module wait for no signal.
+
+    A handler of Orbax waits until the directory of its save exists. It waits for the signals of the
+    newest save of the process, which may be a save of the program's own manager in another thread.
+    Without this function, a save of this module waited for 5 minutes and failed in 1 of some 40
+    runs (orbax-checkpoint 0.12.8).
+    """
+    try:
+        from orbax.checkpoint._src.futures.future import AwaitableSignalsContract as Contract
+    except ImportError:  # a later version, which may have no such wait
+        return
+    original = Contract.get_awaitable_signals_from_contract
+
+    def signals(operation_id: str | None = None) -> Any:
+        if getattr(_this_thread, "saves", False):
+            return []
+        return original(operation_id)
+
+    Contract.get_awaitable_signals_from_contract = staticmethod(signals)  # type: ignore[method-assign]
+
+
+def _encode_array(flat: FlatState, path: values.Path, value: Any) -> values.Node | None:
+    """Encodes an array, NumPy scalar or random key. Returns None for any other value."""
+    extra = {}
+    if isinstance(value, jax.Array):
+        kind = "jax"
+        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            kind, extra = "key", {"impl": str(jax.random.key_impl(value))}
+            value = jax.random.key_data(value)
+        layout = _Layout(value.sharding, value.committed)
+        parts = {}
+        for piece in value.addressable_shards:
+            parts[_index_of(piece.index, value.shape)] = piece.data
+    elif type(value) in (np.ndarray, np.memmap) or isinstance(value, np.generic):
+        if value.dtype.hasobject or value.dtype.names is not None or value.dtype.kind in "SUMm":
+            return None
+        kind = "numpy"
+        if isinstance(value, np.generic):
+            kind = "scalar"
+        value = np.asarray(value, value.dtype.newbyteorder("="))
+        layout = _Layout()
+        parts = {tuple((0, size) for size in value.shape): value}
+    else:
+        return None
+    node = flat.add(path, kind, value.dtype.name, value.shape, parts, layout)
+    return {"array": {**node, **extra}}
+
+
+def _to_write(leaf: Leaf) -> Any:
+    """The array that Orbax writes."""
+    sharding = leaf.layout.sharding
+    if any(isinstance(part, jax.Array) for part in leaf.parts.values()):
+        sharding = sharding.with_memory_kind(_PINNED)  # the copies stay in host memory
+    return _array(leaf, sharding)
+
+
+def _array(leaf: Leaf, sharding: jax.sharding.Sharding | None) -> Any:
+    """The array of a copy: NumPy's, or JAX's if its sharding spans processes.
+
+    Raises:
+        ValueError: other processes hold a part that this process needs.
+    """
+    if sharding is None or sharding.is_fully_addressable:
+        return _assembled(leaf)
+    shape = leaf.shape
+
+    def shard(slices: Any) -> np.ndarray:
+        saved = leaf.parts.get(_index_of(slices, shape))
+        if saved is None:  # the live sharding differs from the saved one
+            return _assembled(leaf)[slices]
+        return np.asarray(saved)
+
+    return jax.make_array_from_callback(shape, sharding, shard, dtype=np.dtype(leaf.dtype))
+
+
+def _assembled(leaf: Leaf) -> np.ndarray:
+    """The whole array. Raises ValueError if other processes hold some of its shards."""
+    shape, shards = leaf.shape, leaf.parts
+    first = next(iter(shards.values()))
+    if first.shape == shape:
+        return np.asarray(first)
+    if sum(shard.size for shard in shards.values()) != math.prod(shape):
+        raise ValueError(
+            f"{leaf.name} spans several processes, and its live sharding differs: "
+            "restore the array into the sharding in which it was saved"
+        )
+    result = np.empty(shape, first.dtype)
+    for index, shard in shards.items():
+        result[tuple(slice(*bounds) for bounds in index)] = shard
+    return result
+
+
+def _index_of(slices: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """The position of a shard in its array: (start, stop) per axis."""
+    return tuple(axis.indices(size)[:2] for axis, size in zip(slices, shape, strict=True))
+
+
+def _escaped(name: str) -> str:
+    """Escapes a name, so that it is one path component on any platform."""
+    return urllib.parse.quote(name, safe="")
+
+
+def node_of(value: Any) -> dict[str, Any] | None:
+    """Converts an array or a random key to JSON, for values outside of the arrays of a checkpoint.
+
+    Args:
+        value: any value.
+
+    Returns:
+        A dictionary for `value_of`. None if `value` is neither an array nor a key of JAX, or if
+        other processes hold a part of it.
+    """
+    if not isinstance(value, jax.Array) or not value.is_fully_addressable:
+        return None
+    if not jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return values.pack_array(np.asarray(value))
+    key = values.pack_array(np.asarray(jax.random.key_data(value))) or {}
+    return {**key, "impl": str(jax.random.key_impl(value))}
+
+
+def value_of(content: dict[str, Any]) -> jax.Array:
+    """Converts JSON from `node_of` to an array or a random key.
+
+    Args:
+        content: result of `node_of`. The content of a damaged checkpoint raises an exception of
+            any type, which the store reports as damage.
+    """
+    array = jnp.asarray(values.unpack_array(content))
+    if "impl" in content:
+        return jax.random.wrap_key_data(array, impl=content["impl"])
+    return array
 
 
 class _JaxStore(CheckpointStore):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from healcore.runtime.store import small_file
-from healcore.runtime.store.array_format import ArrayFormat, Target
+from healcore.runtime.store.array_format import ArrayFormat, FlatState, Leaf, Target
 from healcore.runtime.store.checkpoints import IN_MEMORY, Keep
-from healcore.runtime.store.files import map_in_threads
-from healcore.runtime.store.host_memory import allocate
 from healcore.runtime.store.ranks import Alone, Ranks, run_on_each
-from healcore.runtime.store.state_copy import FlatState, HostCopy, Leaf
 from healcore.runtime.store.store import CheckpointStore
 from healcore.torch.checkpoint_reader import read_index, read_tensors
 from healcore.torch.gradients import parameters
@@ -139,39 +134,35 @@ class TorchFormat(ArrayFormat):
         """
         add_entry(flat, name, value, self._ranks.rank)
 
-    def copy_parts(
-        self, parts: Sequence[Tensor], old: Sequence[np.ndarray]
+    def on_host(self, part: Tensor) -> np.ndarray | None:
+        """The bytes of a dense tensor in host memory, uint8 (n,)."""
+        if part.device.type != "cpu":
+            return None
+        # Rejected: copy_, whose threads wait for each other after every tensor. While a data loader
+        # uses their cores, the wait takes ten times as long as the copy.
+        # Rejected: numpy(), after which the program cannot resize the tensor's storage.
+        return np.from_dlpack(_bytes(part))
+
+    def copy_from_devices(
+        self, parts: Sequence[Tensor], old: Sequence[np.ndarray | None]
     ) -> tuple[Sequence[np.ndarray], Callable[[], object]]:
         """Copies the bytes of tensors. From CUDA they go to pinned memory, in stream order.
 
         Args:
-            parts: dense tensors on any device.
-            old: memory of an earlier copy that is no longer needed, uint8 arrays of shape (n,). An
-                array of the right size is used again.
+            parts: dense tensors.
+            old: memory of earlier copies that are no longer needed.
 
         Returns:
             A uint8 array of shape (n,) for each part, and a function that waits until the copies
             from CUDA are complete.
         """
         copies: list[np.ndarray] = []
-        on_host: list[tuple[np.ndarray, np.ndarray]] = []
-        for part, raw in zip_longest(parts, old[: len(parts)]):
-            dense = part.as_strided((part.numel(),), (1,)).view(torch.uint8)
-            # Part by part: the written rows of a replay buffer grow, and the weights do not.
-            if raw is None or raw.nbytes != part.nbytes:
-                raw = allocate(part.nbytes)
-                if part.is_cuda:  # page-locked, so that the program continues during the copy
-                    raw = torch.empty(part.nbytes, dtype=torch.uint8, pin_memory=True).numpy()
-            copies.append(raw)
-            if part.device.type == "cpu":
-                # Rejected: copy_, whose threads wait for each other after every tensor. While a
-                # data loader uses their cores, the wait takes ten times as long as the copy.
-                # Rejected: numpy(), after which the program cannot resize the tensor's storage.
-                on_host.append((raw, np.from_dlpack(dense)))
-            else:
-                torch.from_numpy(raw).copy_(dense, non_blocking=part.is_cuda)
-        size = sum(len(raw) for raw, _ in on_host)
-        map_in_threads(lambda pair: np.copyto(*pair), on_host, size)
+        for part, memory in zip(parts, old, strict=True):
+            if memory is None:  # page-locked, so that the program continues during the copy
+                pinned = torch.empty(part.nbytes, dtype=torch.uint8, pin_memory=part.is_cuda)
+                memory = pinned.numpy()
+            torch.from_numpy(memory).copy_(_bytes(part), non_blocking=part.is_cuda)
+            copies.append(memory)
         devices = {part.device for part in parts if part.is_cuda}
         events = [torch.cuda.current_stream(device).record_event() for device in devices]
 
@@ -218,24 +209,41 @@ class TorchFormat(ArrayFormat):
             array = array.to(live.parts[""].device)
         return array
 
-    def write(self, copy: HostCopy, folder: Path) -> None:
+    def is_whole(self, leaf: Leaf) -> bool:
+        """Whether this process has all of a tensor."""
+        return leaf.layout.spec is None
+
+    def write_small(self, flat: FlatState, path: Path) -> None:
+        """Writes whole tensors as a file of safetensors."""
+        leaves = flat.leaves.items()
+        save_file({name: self.array(leaf, None).contiguous() for name, leaf in leaves}, path)
+
+    def array_of_bytes(self, data: np.ndarray, node: Mapping[str, Any]) -> Tensor:
+        """A fresh tensor of the bytes in such a file, uint8 (n,)."""
+        array = torch.empty(node["shape"], dtype=DTYPES[node["dtype"]])
+        np.copyto(array.reshape(-1).view(torch.uint8).numpy(), data)
+        return array
+
+    def read_small(self, folder: Path, target: Target) -> dict[str, Tensor] | None:
+        """See `ArrayFormat.read_small`. Tensors are sharded like the live tensors."""
+        arrays = super().read_small(folder, target)
+        if arrays is not None:
+            for name, like in _sharded(target).items():
+                mesh, places = like.device_mesh, like.placements
+                arrays[name] = distribute_tensor(arrays[name], mesh, places, src_data_rank=None)
+        return arrays
+
+    def write_large(self, flat: FlatState, folder: Path) -> None:
         """Writes the tensors with DCP; the store synchronizes all files at the end.
 
         Args:
-            copy: a copy of the state in host memory.
+            flat: a state in host memory.
             folder: an empty directory, the same on all ranks.
 
         Raises:
             Exception: what a rank has raised, usually an OSError with its error number.
         """
-        tensors = {name: self.array(leaf, None) for name, leaf in copy.flat.leaves.items()}
-        is_sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
-        is_alone = self._ranks.world == 1 and not is_sharded
-        if is_alone and small_file.fits(copy, self.small_bytes):
-            folder.mkdir()
-            whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-            save_file(whole, folder / small_file.FILE)
-            return
+        tensors = {name: self.array(leaf, None) for name, leaf in flat.leaves.items()}
         writer = FileSystemWriter(folder, sync_files=False)
         # Of arrays that several ranks have, the lowest rank's is written. The buffers of a layer
         # may differ, and DistributedDataParallel sends those of its first rank to all ranks.
@@ -249,32 +257,22 @@ class TorchFormat(ArrayFormat):
             return
         raise failure  # here, where its context is still the error of the system
 
-    def read(self, folder: Path, target: Target) -> dict[str, Tensor]:
+    def read_large(self, folder: Path, target: Target) -> dict[str, Tensor]:
         """Reads tensors, sharded like the live tensors, and parses DCP's index without pickle.
 
         Args:
-            folder: the folder that `write` has written.
+            folder: the folder that `write_large` has written.
             target: the arrays to read, and the live state that receives them.
 
         Returns:
             Array name -> tensor in host memory; a DTensor on its own device.
 
         Raises:
-            CheckpointDamaged: a file is missing, cut off, or not what was saved.
+            ProbeError: a file is missing, cut off, or not what was saved.
         """
         sharded = _sharded(target)
-        # If one rank rejects the file, all ranks raise.
-        small = run_on_each(self._ranks, lambda: small_file.read(folder))
-        arrays: dict[str, Tensor] = {}
-        if small is not None:
-            for name, node in target.arrays.items():
-                arrays[name] = torch.empty(node["shape"], dtype=DTYPES[node["dtype"]])
-                np.copyto(arrays[name].reshape(-1).view(torch.uint8).numpy(), small[name])
-            for name, like in sharded.items():
-                mesh, places = like.device_mesh, like.placements
-                arrays[name] = distribute_tensor(arrays[name], mesh, places, src_data_rank=None)
-            return arrays
         index = run_on_each(self._ranks, lambda: read_index(folder))
+        arrays: dict[str, Tensor] = {}
         for name, node in target.arrays.items():
             dtype = DTYPES[node["dtype"]]
             if name in sharded:
@@ -283,6 +281,11 @@ class TorchFormat(ArrayFormat):
                 arrays[name] = torch.empty(node["shape"], dtype=dtype)
         read_tensors(folder, index, arrays, **self._options)
         return arrays
+
+
+def _bytes(dense: Tensor) -> Tensor:
+    """The bytes of a dense tensor, uint8 (n,), on its device."""
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 def _view(leaf: Leaf) -> Tensor:

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from healcore.runtime.data.random_states import generator_state, set_generator_state
 from healcore.runtime.store import values
+from healcore.runtime.store.array_format import FlatState
 from healcore.runtime.store.checkpoints import StateMismatch, UnsavableState
-from healcore.runtime.store.state_copy import FlatState
 from healcore.torch import gradients
 from healcore.torch.live_state import GeneratorState, kind_of
 
@@ -136,8 +136,7 @@ def _add_tensor(
         local = local.clone()
     layout = Layout(dense, getattr(value, "_spec", None))
     dtype = str(value.dtype).removeprefix("torch.")
-    name = flat.add(path, dtype, {"": local}, layout)
-    node = {"name": name, "kind": kind, "dtype": dtype, "shape": list(value.shape)}
+    node = flat.add(path, kind, dtype, value.shape, {"": local}, layout)
     if layout.spec is None and not dense.is_contiguous():  # products round differently
         node["strides"] = list(dense.stride())
     return {"array": node}

@@ -87,7 +87,7 @@ def construct(options: Options, driver: Driver, ranks: Ranks, claims: Sequence[C
     """
     policy = options.policy
     store = _open_store(options.store, driver, ranks)
-    store.allow_nonfinite(options.checkpoints.nonfinite_ok)
+    store.nonfinite_ok += tuple(options.checkpoints.nonfinite_ok)
     record = RunRecord()
     run = Run(
         policy=policy,

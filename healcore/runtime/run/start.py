@@ -37,7 +37,7 @@ from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.run.start_plan import StartPlan, decide_start
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.checkpoints import NoGoodCheckpoint
-from healcore.runtime.store.claim import Claim, claim
+from healcore.runtime.store.claim import Claim
 from healcore.runtime.store.files import make_directory
 from healcore.runtime.store.manifest import sweep
 from healcore.runtime.store.places import StorePlace
@@ -127,7 +127,7 @@ def _claim(given: StorePlace | None, ranks: Ranks, claims: list[Claim]) -> str |
 
     def take() -> str | None:
         make_directory(folder)
-        own_claim = claim(folder)
+        own_claim = Claim(folder)
         claims.append(own_claim)
         if isinstance(given, CheckpointStore):
             # Waits for saves in progress, whose temporary files `sweep` would delete.
@@ -287,7 +287,7 @@ def _begin(run: Run, settings: dict[str, Any]) -> None:
     run.saver.begin_attempt(step)
     run.monitor.read_engines()
     record.nonfinite_ok = run.saver.nonfinite_in_state()
-    run.store.allow_nonfinite(record.nonfinite_ok)
+    run.store.nonfinite_ok += tuple(record.nonfinite_ok)
     if record.nonfinite_ok:
         shown = first_of(record.nonfinite_ok, 5)
         run.loop.warn(f"not finite from the start, so NaN and Inf are allowed in: {shown}")
@@ -297,7 +297,7 @@ def _begin(run: Run, settings: dict[str, Any]) -> None:
 def _resume(run: Run, newest: RunRecord | None) -> None:
     """Resumes from the newest usable checkpoint; `newest` is the newest record in the store."""
     record = RunRecord() if newest is None else newest
-    run.store.allow_nonfinite(record.nonfinite_ok)
+    run.store.nonfinite_ok += tuple(record.nonfinite_ok)
     saves = record.attempt_history.with_status(run.stored_checkpoints.listed())
     wrong = {each.step: each.status if each.finite else "not finite" for each in saves}
     usable = [each.step for each in saves if each.is_usable]
@@ -316,7 +316,7 @@ def _resume(run: Run, newest: RunRecord | None) -> None:
     _warn_of_lost_steps(run, {each.step: wrong[each.step] for each in lost} | _damage(run))
     if not run.witness.state.anchors:
         run.saver.add_anchor()
-    run.store.protect(run.witness.steps_needed)
+    run.store.protected = run.witness.steps_needed
 
 
 def _warn_of_lost_steps(run: Run, wrong: Mapping[int, str]) -> None:

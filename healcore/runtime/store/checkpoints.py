@@ -16,8 +16,8 @@ from healcore.console import first_of
 from healcore.core.errors import HealcoreError
 
 if TYPE_CHECKING:
+    from healcore.runtime.store.array_format import HostCopy
     from healcore.runtime.store.manifest import Manifest
-    from healcore.runtime.store.state_copy import HostCopy
 
 
 class StoreError(HealcoreError, RuntimeError):

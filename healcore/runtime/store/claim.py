@@ -16,7 +16,6 @@ from pathlib import Path
 
 from healcore.core.errors import clean
 from healcore.runtime.store.checkpoints import StoreError
-from healcore.runtime.store.forks import watch_forks
 
 try:
     import fcntl
@@ -44,15 +43,11 @@ class StoreInUse(StoreError):
     """The process of the other run, as its lock file names it."""
 
     def _message(self) -> str:
-        message = (
+        return (
             f"{self.root} is in use by another run, {self.holder}. Two runs would delete each "
-            "other's checkpoints: end the other run first, or pass another directory"
+            "other's checkpoints: end the other run first (in this process: leave its `with` "
+            "block), or pass another directory"
         )
-        ranks = os.environ.get("WORLD_SIZE", "1")
-        if ranks != "1":
-            message += f". If that is another rank of this run (WORLD_SIZE={ranks}): call "
-            message += "torch.distributed.init_process_group() before the Healer is entered"
-        return message
 
 
 StoreInUse.__module__ = "healcore.errors"
@@ -61,33 +56,7 @@ StoreInUse.__module__ = "healcore.errors"
 class Claim:
     """Reserves a directory until `release`, garbage collection or the end of the process.
 
-    Args:
-        handle: the open lock file, or None if it could not be opened.
-
-    Attributes:
-        warning: why another run could use the directory unnoticed, or None.
-    """
-
-    def __init__(self, handle: int | None, warning: str | None = None) -> None:
-        self.warning = warning
-        self._end = None
-        if handle is not None:  # closing the file also releases the lock
-            self._end = weakref.finalize(self, os.close, handle)
-        watch_forks(self)
-
-    def release(self) -> None:
-        """Releases the directory. Later calls and calls in a forked child do nothing."""
-        if self._end is not None:
-            self._end()
-
-    forked = release  # a forked child may outlive its parent
-
-
-def claim(root: str | os.PathLike[str]) -> Claim:
-    """Reserves a store's directory for this process. With several ranks, on rank 0 only.
-
-    The claim has a `warning` if another run may use the directory without being noticed: the file
-    system has no locks, or `healcore.lock` cannot be written.
+    With several ranks, rank 0 claims it.
 
     Args:
         root: the directory, which exists.
@@ -96,34 +65,47 @@ def claim(root: str | os.PathLike[str]) -> Claim:
         StoreInUse: another run uses the directory.
         StoreError: `healcore.lock` exists but is not a regular file.
     """
-    root = Path(root).resolve()
-    handle = None
-    lock = root / LOCK
-    if os.path.lexists(lock):
-        mode = lock.lstat().st_mode
-        if not stat.S_ISREG(mode):
-            raise StoreError(
-                f"{lock} is no regular file ({stat.filemode(mode)}): remove it, or pass another "
-                "path"
-            )
-    name = f"process {os.getpid()} on {socket.gethostname()}"
-    try:
-        # Opened for writing, because network disks lock only writable files.
-        handle = os.open(lock, os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, 0o666)
-        if fcntl is None:
-            raise OSError("this system has no flock")
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, f"{name}\n".encode(), 0)
-    except BlockingIOError:
-        assert handle is not None
-        holder = clean(os.pread(handle, _QUOTED_BYTES, 0).decode(errors="replace").strip())
-        os.close(handle)
-        if holder == name:
-            advice = "leave the `with` block of the earlier Healer, or delete the object"
-            holder = f"this process: {advice}"
-        raise StoreInUse(root, holder or f"a process that {LOCK} does not name") from None
-    except OSError as error:
-        why = f"{lock} cannot be locked ({error.strerror or error})"
-        return Claim(handle, f"{why}: a second run in this directory would not be noticed")
-    return Claim(handle)
+
+    warning: str | None = None
+    """Why another run could use the directory unnoticed, or None: the file system has no locks, or
+    `healcore.lock` cannot be written."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        root = Path(root).resolve()
+        lock = root / LOCK
+        handle = None
+        if os.path.lexists(lock) and not stat.S_ISREG(lock.lstat().st_mode):
+            raise StoreError(f"{lock} is no regular file: remove it, or pass another path")
+        try:
+            # Opened for writing, because network disks lock only writable files.
+            handle = os.open(lock, os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, 0o666)
+            if fcntl is None:
+                raise OSError("this system has no flock")
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        except BlockingIOError:
+            assert handle is not None
+            holder = clean(os.pread(handle, _QUOTED_BYTES, 0).decode(errors="replace").strip())
+            os.close(handle)
+            raise StoreInUse(root, holder or f"a process that {LOCK} does not name") from None
+        except OSError as error:
+            why = f"{lock} cannot be locked ({error.strerror or error})"
+            self.warning = f"{why}: a second run in this directory would not be noticed"
+        self.release = lambda: None
+        if handle is not None:  # closing the file releases the lock
+            self.release = weakref.finalize(self, os.close, handle)
+        _claims.add(self)
+
+
+_claims: weakref.WeakSet[Claim] = weakref.WeakSet()
+
+
+def _release_in_child() -> None:
+    """A forked child may outlive its parent, and must not keep the directory."""
+    for each in list(_claims):
+        each.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_release_in_child)

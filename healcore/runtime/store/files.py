@@ -1,30 +1,43 @@
-"""Writes files in a run directory so that a crash leaves no partial file.
+"""Files that a crash never leaves half written, and digests by which a changed bit is noticed.
 
 Writing always makes a new file, because a write through a link would change another file. The bytes
 go to disk first, then the name, then the directory that holds the name: without the last step a
 power cut can undo the name. The same holds for each parent of the run directory. Work in progress
 is named `.tmp-healcore-<random>`, so that the next start can remove the files of a killed process.
+
+Digests are xxh3, 128 bits. They detect damage, not malice.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
-from healcore.runtime.store.checksums import Digest, digest_of
+import xxhash
+from pydantic import Field
 
-_MIN_BYTES_FOR_THREADS = 8 << 20
-"""Least number of bytes that are worth several threads."""
+from healcore import regular_file
+
 TEMPORARY = re.compile(r"\.tmp-healcore-[0-9a-f]{16}")
 """Names of work in progress, see `new_temporary`."""
+DIFFERS = "is not what this version of healcore has written: its digest differs"
+"""End of a message that begins with the name of the file."""
+_THREADS = 4
+"""More threads make neither disk nor memory faster."""
+_MIN_BYTES_FOR_THREADS = 8 << 20
+"""Least number of bytes that are worth several threads."""
+_MAX_SEALED_BYTES = 1 << 26
+"""Largest size of a sealed file: enough for a manifest of half a million files."""
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -56,7 +69,7 @@ def replace(path: Path, data: bytes) -> None:
     Raises:
         OSError: the file cannot be written. The old content is unchanged.
     """
-    temporary = path.with_name(new_temporary())
+    temporary = new_temporary(path.parent)
     try:
         write_new(temporary, data)
         temporary.replace(path)
@@ -78,10 +91,7 @@ def rename(old: Path, new: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Waits until the names in a directory are on disk.
-
-    A file whose content is on disk is lost if its name is not.
-    """
+    """Waits until the names in a directory are on disk."""
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
     try:
         os.fsync(handle)
@@ -115,43 +125,9 @@ def discard(path: Path) -> bool:
     return True
 
 
-def entries_of(folder: Path) -> list[Path]:
-    """The sorted entries of a directory.
-
-    Returns:
-        Paths, or an empty list if the directory cannot be read. So use it only for work that can be
-        left undone, such as a cleanup.
-    """
-    try:
-        return sorted(folder.iterdir())
-    except OSError:
-        return []
-
-
-def new_temporary() -> str:
-    """A new name for work in progress."""
-    return f".tmp-healcore-{secrets.token_hex(8)}"
-
-
-def sync_and_digest(folder: Path) -> dict[str, Digest]:
-    """Waits until all files below a folder are on disk, with their names.
-
-    Returns:
-        Relative path of each file, with "/" -> its digest, sorted by path.
-    """
-    folders: list[Path] = []
-    paths: list[str] = []
-    for parent, _, names in os.walk(folder):
-        folders.append(Path(parent))
-        for name in names:
-            path = Path(parent) / name
-            paths.append(path.relative_to(folder).as_posix())
-    paths.sort()
-    # Concurrently: a file system flushes simultaneous requests together.
-    with ThreadPoolExecutor(threads()) as pool:
-        digests = pool.map(lambda path: digest_of(folder / path, sync=True), paths)
-        list(pool.map(sync_directory, folders))
-        return dict(zip(paths, digests, strict=True))
+def new_temporary(folder: Path) -> Path:
+    """A new path for work in progress in a folder."""
+    return folder / f".tmp-healcore-{secrets.token_hex(8)}"
 
 
 def map_in_threads(action: Callable[[A], B], items: Iterable[A], nbytes: int) -> list[B]:
@@ -166,24 +142,120 @@ def map_in_threads(action: Callable[[A], B], items: Iterable[A], nbytes: int) ->
         The results, in no particular order.
     """
     items = list(items)
-    workers = 1
-    if nbytes >= _MIN_BYTES_FOR_THREADS:
-        workers = threads()
-    if workers == 1:
+    if nbytes < _MIN_BYTES_FOR_THREADS:
         return list(map(action, items))
 
     def apply_to_share(first: int) -> list[B]:
         # Not one task per item: submitting a task takes as long as a small item.
-        return list(map(action, items[first::workers]))
+        return list(map(action, items[first::_THREADS]))
 
-    with ThreadPoolExecutor(workers) as pool:
-        return list(chain.from_iterable(pool.map(apply_to_share, range(workers))))
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return list(chain.from_iterable(pool.map(apply_to_share, range(_THREADS))))
 
 
-def threads() -> int:
-    """Number of threads to read with, at most four: more make neither disk nor memory faster."""
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count() or 1
-    return max(1, min(4, cores))
+# -- digests ---------------------------------------------------------------------------------------
+
+
+class Digest(NamedTuple):
+    """The size and digest of a file."""
+
+    bytes: Annotated[int, Field(ge=0, lt=1 << 63)]
+    """Size in bytes."""
+    xxh3_128: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+    """The digest, hexadecimal."""
+
+
+def digest_of(path: Path, *, sync: bool = False) -> Digest:
+    """Computes the digest of a file's content.
+
+    Args:
+        path: a regular file, and no link.
+        sync: whether to wait until the content is on disk too.
+
+    Raises:
+        OSError: the file cannot be read, or is not a regular file.
+    """
+
+    def opener(path: str, flags: int) -> int:
+        return regular_file.opener(path, flags | getattr(os, "O_NOFOLLOW", 0))
+
+    with open(path, "rb", buffering=0, opener=opener) as file:
+        state = hashlib.file_digest(file, xxhash.xxh3_128)
+        if sync:
+            os.fsync(file.fileno())
+        return Digest(file.tell(), state.hexdigest())
+
+
+def sync_and_digest(folder: Path) -> dict[str, Digest]:
+    """Waits until all files below a folder are on disk, with their names.
+
+    Returns:
+        Relative path of each file, with "/" -> its digest, sorted by path.
+    """
+    folders: list[Path] = []
+    paths: list[Path] = []
+    for parent, _, names in os.walk(folder):
+        folders.append(Path(parent))
+        paths += [Path(parent) / name for name in names]
+    nbytes = sum(path.stat().st_size for path in paths)
+
+    def sync(path: Path) -> tuple[str, Digest]:
+        return path.relative_to(folder).as_posix(), digest_of(path, sync=True)
+
+    digests = dict(sorted(map_in_threads(sync, paths, nbytes)))
+    for each in folders:
+        sync_directory(each)
+    return digests
+
+
+class ChecksumError(ValueError):
+    """The bytes are not the output of `seal`."""
+
+
+def seal(content: Mapping[str, Any]) -> bytes:
+    """Writes JSON with the digest of its bytes, which is the first value in it.
+
+    Args:
+        content: JSON-safe values, without a key "digest". NaN and Inf are allowed: a run in
+            trouble may have them in its record, and its checkpoint is needed then.
+
+    Raises:
+        TypeError: a value is not JSON-safe.
+        ValueError: a value contains itself.
+    """
+    body = json.dumps(content, separators=(",", ":")).encode()
+    return _head(body) + body[1:]
+
+
+def unseal(data: bytes) -> dict[str, Any]:
+    """The content of what `seal` has written, without the digest.
+
+    Args:
+        data: bytes of a file, written by anybody.
+
+    Raises:
+        ChecksumError: a bit has changed, or `seal` has not written the bytes.
+    """
+    head = len(_head(b""))
+    body = b"{" + data[head:]
+    if data[:head] != _head(body):
+        raise ChecksumError(DIFFERS)
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        raise ChecksumError(DIFFERS) from None
+
+
+def read_sealed(path: Path) -> dict[str, Any]:
+    """The content of a file that `seal` has written.
+
+    Raises:
+        OSError: the file cannot be read, or is too large.
+        ChecksumError: the file has changed.
+    """
+    return unseal(regular_file.read(path, _MAX_SEALED_BYTES))
+
+
+def _head(body: bytes) -> bytes:
+    """The beginning of the sealed form of a JSON object, in the place of its bracket."""
+    return f'{{"digest":"{xxhash.xxh3_128_hexdigest(body)}",'.encode()

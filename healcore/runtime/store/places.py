@@ -98,7 +98,7 @@ def joined(stores: Sequence[CheckpointStore]) -> CheckpointStore:
             )
         roots += each.roots
         patterns += each.nonfinite_ok
-        keep = keep or each.ring.keep
+        keep = keep or each.keep
     store = CheckpointStore(first.format, roots, keep=keep, ranks=first.ranks)
-    store.allow_nonfinite(patterns)
+    store.nonfinite_ok = tuple(patterns)
     return store

@@ -1,7 +1,7 @@
 """`CheckpointStore`: the checkpoints of one run, in host memory and in one or more directories.
 
 A save takes one copy of the state. The background inspects the copy, keeps it in memory, and writes
-it to each directory, whose files `manifest` describes.
+it to each directory, whose files `manifest` describes. A save is known by its step and its attempt.
 """
 
 from __future__ import annotations
@@ -9,17 +9,23 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from threading import Event
-from typing import Any
+from threading import Thread
+from typing import Any, TypeVar
 
 from healcore import console
 from healcore.runtime.store import files, manifest
-from healcore.runtime.store.array_format import ArrayFormat, Target
+from healcore.runtime.store.array_format import (
+    ArrayFormat,
+    HostCopy,
+    Record,
+    Target,
+    checked_step,
+    sealed_record,
+)
 from healcore.runtime.store.checkpoints import (
     IN_MEMORY,
     MEMORY,
@@ -32,20 +38,13 @@ from healcore.runtime.store.checkpoints import (
     SaveFailed,
     StoreError,
     disallowed,
+    superfluous,
 )
 from healcore.runtime.store.manifest import StoredCheckpoint
-from healcore.runtime.store.ranks import (
-    Alone,
-    Ranks,
-    broadcast,
-    gather_results,
-    run_on_each,
-    run_on_first,
-)
-from healcore.runtime.store.ring import Ring
-from healcore.runtime.store.state_copy import HostCopy, Record, checked_step, sealed_record
-from healcore.runtime.store.writer import Writer
+from healcore.runtime.store.ranks import Alone, Ranks, gather_results, run_on_each, run_on_first
+from healcore.runtime.store.writer import Writer, join
 
+T = TypeVar("T")
 Root = str | os.PathLike[str]
 """A directory of checkpoints."""
 
@@ -87,32 +86,33 @@ class CheckpointStore(Writer):
     ) -> None:
         super().__init__()
         self.format = array_format
-        self.ring = Ring(keep)
-        """The copies in memory."""
+        self.ranks = ranks or Alone()
+        """The ranks that save together. Exchange over them only while nothing is being written."""
+        array_format.world = self.ranks.world
+        self.keep = None if keep is None else keep.checked()
+        """How many copies of each kind to keep in memory, or None to keep none. It is set to None
+        if the copies do not fit into the host's memory."""
+        self.copies: dict[int, HostCopy] = {}
+        """Step -> inspected copy in memory, for a rollback within milliseconds. The dictionary is
+        replaced, never changed, because the background replaces it too."""
+        self.protected: frozenset[int] = frozenset()
+        """Steps whose copies stay in memory."""
         self.nonfinite_ok: tuple[str, ...] = ()
         """Patterns of array names where NaN and Inf are allowed. May be changed at any time."""
         self.trainer_save: Callable[[], None] | None = None
         """Saves a checkpoint that the policy orders, if a trainer saves in place of the run."""
-        self.ranks = ranks or Alone()
-        """The ranks that save together. Exchange over them only while nothing is being written."""
-        self._inspected = Event()
-        """Set when the last copy is inspected and in the ring, or has failed."""
-        self._written = Event()
-        """Set when the last copy is written, or has failed."""
-        self._inspected.set()
-        self._written.set()
+        self._inspecting: Thread | None = None
+        """Ends when the last copy is inspected and in memory, or has failed."""
+        self._writing: Thread | None = None
+        """Ends when the last copy is written, or has failed."""
         self._nonfinite: deque[tuple[int, tuple[str, ...]]] = deque()
         """Step and array names of each save with disallowed NaN or Inf, for `take_nonfinite`."""
         self._last_step = -1
         """Step of the last copy, or -1."""
         self._reported: set[str] = set()
-        """Keys of `_report_once`."""
-        self._failed: list[Path] = []
-        """Folders of failed saves. A thread of the framework may still write there."""
-        if root is None:
-            root = ()
-        elif isinstance(root, str | os.PathLike):
-            root = (root,)
+        """Texts of problems with single directories that were reported."""
+        if root is None or isinstance(root, str | os.PathLike):
+            root = () if root is None else (root,)
         # The program may change its working directory.
         self.roots = tuple(Path(each).absolute() for each in root)
         """The directories, each of which has all checkpoints."""
@@ -162,6 +162,8 @@ class CheckpointStore(Writer):
                 "Pass the directories of one run, or an empty directory in place of the other"
             )
 
+    # -- saving -----------------------------------------------------------------------------------
+
     def save(self, step: int, state: Mapping[str, Any], *, record: Record | None = None) -> None:
         """Copies the state and returns; the copy is inspected and written in the background.
 
@@ -188,33 +190,16 @@ class CheckpointStore(Writer):
             UnsavableState: the state holds something that cannot be saved.
             SaveFailed: the state could not be copied. `wait` raises later failures.
         """
-        if self.busy:  # never in a forked child
-            self._written.wait()  # at most one copy is pending; several deletions may be
+        join(self._writing)  # at most one copy is pending; several deletions may be
         try:
             copy = self.format.copy(step, state, record)
         except Exception as error:
             if self.ranks.world > 1:  # the other ranks would wait for this rank
                 self.submit(step, partial(self._fail_on_others, error))
             raise
-        self._inspected, self._written = inspected, written = Event(), Event()
-        self._last_step = step
-        self.submit(copy.step, partial(self._complete, copy, inspected, written))
-
-    def allow_nonfinite(self, patterns: Iterable[str]) -> None:
-        """Allows NaN and Inf in further arrays, from now on.
-
-        Args:
-            patterns: array names, or patterns such as `model.*.mask`; added to `nonfinite_ok`.
-        """
-        self.nonfinite_ok += tuple(patterns)
-
-    def protect(self, steps: frozenset[int]) -> None:
-        """Keeps the copies of these steps in memory, until the next call names others.
-
-        Args:
-            steps: steps of checkpoints. A step without a copy has no effect.
-        """
-        self.ring.protected = steps
+        self._last_step = copy.step
+        self._inspecting = self.submit(copy.step, partial(self._inspect, copy))
+        self._writing = self.submit(copy.step, partial(self._write, copy))
 
     def take_nonfinite(self, up_to: float = math.inf) -> list[tuple[int, tuple[str, ...]]]:
         """The saves with disallowed NaN or Inf since the last call.
@@ -228,7 +213,7 @@ class CheckpointStore(Writer):
             Step and array names of each such save, oldest first.
         """
         if up_to >= self._last_step:
-            self._wait_for_inspection()
+            join(self._inspecting)
         found = []
         while self._nonfinite and self._nonfinite[0][0] <= up_to:
             found.append(self._nonfinite.popleft())
@@ -254,6 +239,121 @@ class CheckpointStore(Writer):
         found = gather_results(self.ranks, lambda: self.format.nonfinite_in(state, names))
         return tuple(sorted(set().union(*found)))
 
+    def _inspect(self, copy: HostCopy) -> None:
+        """Inspects a copy, and keeps it in memory. Every rank calls it."""
+
+        def inspect() -> tuple[tuple[str, ...], bool]:
+            try:
+                names = self.format.inspect(copy)
+            except Exception as error:
+                raise SaveFailed(copy.step, "while copying the state", error) from error
+            return names, self._has_room(copy)
+
+        names, has_room = zip(*gather_results(self.ranks, inspect), strict=True)
+        if not all(has_room):
+            self._keep_none(copy)
+        copy.nonfinite = tuple(sorted(set().union(*names)))
+        wrong = disallowed(copy.nonfinite, self.nonfinite_ok)
+        if wrong:
+            self._nonfinite.append((copy.step, wrong))
+        if self.keep is not None:
+            self._keep_in_memory({**self.copies, copy.step: copy}, newest=copy)
+
+    def _has_room(self, copy: HostCopy) -> bool:
+        """Whether the copies that follow fit into half of the free host memory.
+
+        Assumes that all ranks share this machine: a slow rollback is better than an OOM kill. The
+        other half is for data loaders, the page cache and the next allocation.
+        """
+        if self.keep is None:
+            return True
+        following = self.keep.most - len(self.copies)
+        return following * copy.nbytes * self.ranks.world <= free_bytes() / 2
+
+    def _keep_none(self, copy: HostCopy) -> None:
+        """Keeps no copies in memory from now on; StoreError for a store without a directory."""
+        each = f"{copy.nbytes / 1e9:.3g} GB each, {self.ranks.world} ranks"
+        line = f"the copies of the state ({each}) do not fit into half of the free host memory"
+        if not self.durable:
+            raise StoreError(f"{line}: pass a directory as the store")
+        console.warning(f"{line}: checkpoints go to disk only")
+        self.keep, self.copies = None, {}
+
+    def _keep_in_memory(
+        self, copies: Mapping[int, HostCopy], newest: HostCopy | None = None
+    ) -> None:
+        """Keeps as many of these copies as `keep` allows.
+
+        The memory of the others is used again, except of the newest, which is not written yet.
+        """
+        if self.keep is None:
+            return
+        saves = [CheckpointInfo.of(copy, None, self.nonfinite_ok) for copy in copies.values()]
+        attempts = AttemptHistory.newest(_records(copies))
+        surplus = superfluous(
+            attempts.with_status(saves), self.keep, nonfinite=0, stay=self.protected
+        )
+        before = self.copies.values()
+        self.copies = {step: copy for step, copy in copies.items() if step not in surplus}
+        for each in before:
+            if each is not newest and each not in self.copies.values():
+                self.format.release(each.flat)
+
+    def _write(self, copy: HostCopy) -> None:
+        """Writes a checkpoint to each directory. Every rank calls it.
+
+        Raises SaveFailed if no directory has it. A directory that fails alone is reported.
+        """
+        if copy.nonfinite is None:  # the inspection has failed
+            return
+        failures: list[SaveFailed] = []
+        elsewhere = ""
+        for root in self.roots:
+            try:
+                self._write_to(root, copy)
+                elsewhere = elsewhere or str(root)
+            except Exception as error:
+                failures.append(SaveFailed(copy.step, f"while writing to {root}", error))
+        for failure in failures:
+            failure.elsewhere = elsewhere
+        self._failures += failures
+        if copy not in self.copies.values():
+            self.format.release(copy.flat)
+
+    def _write_to(self, root: Path, copy: HostCopy) -> None:
+        """Writes a checkpoint atomically. Every rank calls it; if one fails, all raise."""
+
+        def begin() -> Path:
+            folder = files.new_temporary(root)
+            folder.mkdir()
+            return folder
+
+        # All exchanges of the ranks go through `Ranks.gather`, in the same order.
+        folder = run_on_first(self.ranks, begin)
+        shared, own = dict[str, Any](), dict[str, Any]()
+        for name, entry in copy.flat.entries.items():
+            (own if entry.get("per_rank") else shared)[name] = entry
+        try:
+            run_on_each(self.ranks, lambda: self.format.write(copy, folder / manifest.DATA))
+            entries = [shared, *self.ranks.gather(own)]
+            complete = partial(manifest.complete, root, folder, copy, entries, self.format.name)
+            run_on_first(self.ranks, complete)
+        except Exception:
+            if self.ranks.rank == 0:
+                files.discard(folder)
+            raise
+
+    def _fail_on_others(self, failure: Exception) -> None:
+        """Makes a save fail on the other ranks because this rank could not copy its state."""
+
+        def fail() -> None:
+            raise failure
+
+        with suppress(type(failure)):  # `save` raises it on this rank
+            run_on_each(self.ranks, fail)
+
+    # -- listing ----------------------------------------------------------------------------------
+
     def checkpoints(self) -> list[CheckpointInfo]:
         """The complete checkpoints, ascending by step. Reads no arrays.
 
@@ -263,34 +363,32 @@ class CheckpointStore(Writer):
         Raises:
             StoreError: no directory can be read, and memory is empty.
         """
-        self._wait_for_inspection()
-        found = self._on_disk()
-        saves = {saved.step: saved for saved in manifest.listed(found, self.nonfinite_ok)}
-        for step, copy in self.ring.copies.items():
-            if step not in saves or saves[step].created != copy.created:
+        found = self._scan()
+        saves = {saved.step: saved for saved in found.listed(self.nonfinite_ok)}
+        for step, copy in self.copies.items():
+            if step not in saves or saves[step].attempt != copy.attempt:
                 saves[step] = CheckpointInfo.of(copy, None, self.nonfinite_ok)
-        attempts = AttemptHistory.newest(found.records | self.ring.records())
+        attempts = AttemptHistory.newest(found.records | _records(self.copies))
         return attempts.with_status(saves[step] for step in sorted(saves))
 
     def steps_on_disk(self) -> list[int]:
         """The steps of the complete checkpoints in the directories, ascending.
 
         Raises:
-            StoreError: no directory can be read.
+            StoreError: no directory can be read, and memory is empty.
         """
         return [*self._scan().complete]
 
     def records(self) -> dict[int, dict[str, Any]]:
-        """The intact records of the run, also of checkpoints whose arrays are damaged.
+        """The records of the run.
 
         Returns:
             Step -> record.
 
         Raises:
-            StoreError: no directory can be read.
+            StoreError: no directory can be read, and memory is empty.
         """
-        self._wait_for_inspection()
-        return self._scan().records | self.ring.records()
+        return self._scan().records | _records(self.copies)
 
     def damaged(self) -> list[CheckpointDamaged]:
         """Checkpoints on disk that are too damaged for `checkpoints` to list. Reads no arrays.
@@ -299,6 +397,23 @@ class CheckpointStore(Writer):
         a step that was never saved.
         """
         return self._scan().damaged
+
+    def _scan(self, step: int | None = None) -> manifest.FoundCheckpoints:
+        """The checkpoints in the directories, of all steps or of one step.
+
+        Raises StoreError if no directory can be read, and memory is empty.
+        """
+        join(self._inspecting)
+        try:
+            readable = self._in_each("the checkpoints cannot be read", os.listdir)
+        except StoreError as error:
+            if not self.copies:
+                raise
+            self._report_once(f"{error}; the copies in memory are used")
+            readable = {}
+        return manifest.scan(*readable, step=step)
+
+    # -- reading and changing ---------------------------------------------------------------------
 
     def verify(self, step: int) -> None:
         """Recomputes every digest of the files. A copy in memory has none.
@@ -310,9 +425,9 @@ class CheckpointStore(Writer):
             CheckpointDamaged: a digest differs.
             CheckpointNotFound: the step has no checkpoint.
         """
-        _, stored = self._locate(step)
-        if stored is not None:
-            self._first_intact(stored)
+        saves = self._find(step)
+        if saves:
+            self._first_intact(saves)
 
     def restore(self, step: int, like: Mapping[str, Any]) -> Restored:
         """Verifies a checkpoint and reads it, from memory if possible.
@@ -328,22 +443,27 @@ class CheckpointStore(Writer):
             StateMismatch: the checkpoint was saved from another state.
             CheckpointNotFound: the step has no checkpoint.
         """
-        copy, stored = self._locate(step)
-        if copy is not None:
-            state = run_on_each(self.ranks, lambda: self.format.restore(copy, like))
-            return Restored(state, copy.unsealed_record)
-        assert stored is not None, "a checkpoint is in memory or on disk"
-        intact = self._first_intact(stored)
+        saves = self._find(step)
+        copy = self.copies.get(step)
+        if all(self.ranks.gather(copy is not None)):
+            assert copy is not None
+            match = partial(self.format.match, step, copy.flat.entries, like)
+            target = run_on_each(self.ranks, match)
+            arrays = run_on_each(self.ranks, lambda: self.format.from_memory(copy, target))
+            return Restored(self.format.assemble(target, arrays), copy.unsealed_record)
+        intact = self._first_intact(saves)
+        folder = intact.folder / manifest.DATA
 
-        def match() -> Target:
+        def read() -> tuple[Target, dict[str, Any] | None]:
             with intact.only_written_by_healcore():
-                entries = intact.entries(self.ranks.rank)
-                return self.format.match(step, entries, like)
+                target = self.format.match(step, intact.entries(self.ranks.rank), like)
+                return target, self.format.read_small(folder, target)
 
         # All ranks raise or none: the others would wait for a rank that raised.
-        target = run_on_each(self.ranks, match)
+        target, arrays = run_on_each(self.ranks, read)
         with intact.only_written_by_healcore():
-            arrays = self.format.read(intact.folder / manifest.DATA, target)
+            if arrays is None:
+                arrays = self.format.read_large(folder, target)
             return Restored(self.format.assemble(target, arrays), intact.record)
 
     def replace_record(self, step: int, record: Record) -> None:
@@ -361,235 +481,127 @@ class CheckpointStore(Writer):
             StoreError: the record could not be written.
         """
         sealed = sealed_record(record)
-        _, stored = self._locate(step)
-        copy = self.ring.copies.get(step)
+        saves = self._find(step)
+        copy = self.copies.get(step)
         if copy is not None:
             copy.record = sealed
-            self.ring.prune(self.nonfinite_ok)
-        folders: list[Path] = []
-        if stored is not None:
-            folders = [each.folder for each in (stored, *stored.twins)]
+            self._keep_in_memory(self.copies)
+        attempt = saves[0].manifest.attempt if copy is None else copy.attempt
 
-        def write(folder: Path) -> None:
-            files.replace(folder / manifest.RECORD, sealed)
+        def write(root: Path) -> None:
+            folder = root / manifest.directory_name(step, attempt)
+            if folder.exists():  # a directory may have missed the save
+                files.replace(folder / manifest.RECORD, sealed)
 
         failure = f"the record of step {step} cannot be written"
-        self._change({each.parent for each in folders}, lambda: folders, write, failure)
+        run_on_first(self.ranks, lambda: self._in_each(failure, write))
 
     def delete(self, step: int) -> None:
         """Removes a checkpoint from memory and from each directory, atomically.
 
         Args:
-            step: step of the checkpoint.
+            step: step of the checkpoint. A step without one is ignored.
 
         Raises:
-            CheckpointNotFound: the step has no checkpoint.
             StoreError: no directory can delete. If only some cannot, that is reported once.
         """
-        self._locate(step)
-        self.ring.forget(step)
+        self.join()
+        self.copies = {at: copy for at, copy in self.copies.items() if at != step}
 
-        def find() -> list[Path]:
-            return [folder for root in self.roots for folder in manifest.folders_of(root, step)]
+        def remove(root: Path) -> None:
+            for folder in manifest.folders_of(root, step):
+                manifest.remove(folder)
 
-        self._change({*self.roots}, find, manifest.remove, f"step {step} cannot be deleted")
+        failure = f"step {step} cannot be deleted"
+        run_on_first(self.ranks, lambda: self._in_each(failure, remove))
 
-    def _wait_for_inspection(self) -> None:
-        """Waits until the last copy is inspected, and in the ring."""
-        if self.busy:  # never in a forked child
-            self._inspected.wait()
+    def _find(self, step: int) -> list[StoredCheckpoint]:
+        """The equal saves of a step in the directories; empty if only memory has it.
 
-    def _complete(self, copy: HostCopy, inspected: Event, written: Event) -> None:
-        """Inspects a copy, adds it to memory, and writes it to disk. Every rank calls it."""
-        unused: HostCopy | None = copy
-        try:
-            found = gather_results(self.ranks, lambda: self._inspect(copy))
-            names, has_room, created = zip(*found, strict=True)
-            copy.created = created[0]  # the save is known by it, on every rank
-            copy.nonfinite = tuple(sorted(set().union(*names)))
-            nonfinite = disallowed(copy.nonfinite, self.nonfinite_ok)
-            if nonfinite:
-                self._nonfinite.append((copy.step, nonfinite))
-            if not all(has_room):
-                self._close_ring(copy)
-            unused = self.ring.add(copy, self.nonfinite_ok)
-            inspected.set()
-            self._write(copy)
-        finally:
-            inspected.set()  # also after a failure
-            if unused is not None:
-                self.format.release(unused.flat)
-            written.set()
-
-    def _inspect(self, copy: HostCopy) -> tuple[tuple[str, ...], bool, float]:
-        """The names of arrays with NaN or Inf, whether memory has room, and the copy's time."""
-        try:
-            nonfinite = self.format.inspect(copy)
-        except Exception as error:
-            raise SaveFailed(copy.step, "while copying the state", error) from error
-        return nonfinite, self.ring.has_room(copy, self.ranks.world), copy.created
-
-    def _close_ring(self, copy: HostCopy) -> None:
-        """Keeps no copies in memory from now on; StoreError for a store without a directory."""
-        assert self.ring.keep is not None, "an empty ring has room"
-        each = f"{copy.nbytes / 1e9:.3g} GB each, {self.ranks.world} ranks"
-        line = f"{self.ring.keep.most + 1} copies of the state ({each})"
-        line += " do not fit into half of the free host memory"
-        if not self.durable:
-            raise StoreError(f"{line}: pass a directory as the store")
-        console.warning(f"{line}: checkpoints go to disk only")
-        self.ring.keep, self.ring.copies = None, {}
-
-    def _write(self, copy: HostCopy) -> None:
-        """Writes a checkpoint to each directory. Every rank calls it.
-
-        Raises SaveFailed if no directory has it. A directory that fails alone is reported.
-        """
-        failures: list[SaveFailed] = []
-        elsewhere = ""
-        for root in self.roots:
-            try:
-                self._write_checkpoint(root, copy)
-                elsewhere = elsewhere or str(root)
-            except Exception as error:
-                failures.append(SaveFailed(copy.step, f"while writing to {root}", error))
-        self._failures += [replace(failure, elsewhere=elsewhere) for failure in failures]
-
-    def _write_checkpoint(self, root: Path, copy: HostCopy) -> None:
-        """Writes a checkpoint atomically. Every rank calls it; if one fails, all raise."""
-        # All exchanges of the ranks go through `Ranks.gather`, in the same order.
-        while self._failed:
-            files.discard(self._failed.pop())
-        folder = root / broadcast(self.ranks, files.new_temporary())
-        shared, own = copy.flat.entries_by_owner()
-        try:
-            run_on_first(self.ranks, lambda: folder.mkdir())
-            run_on_each(self.ranks, lambda: self.format.write(copy, folder / manifest.DATA))
-            entries = [shared, *self.ranks.gather(own)]
-            complete = partial(manifest.complete, root, folder, copy, entries, self.format.name)
-            run_on_first(self.ranks, complete)
-        except Exception:
-            if self.ranks.rank == 0:
-                files.discard(folder)
-                self._failed.append(folder)
-            raise
-
-    def _fail_on_others(self, failure: Exception) -> None:
-        """Makes a save fail on the other ranks because this rank could not copy its state."""
-
-        def fail() -> None:
-            raise failure
-
-        with suppress(type(failure)):  # `save` raises it on this rank
-            run_on_each(self.ranks, fail)
-
-    def _scan(self, step: int | None = None) -> manifest.FoundCheckpoints:
-        """The checkpoints in the directories, of all steps or of one step.
-
-        Raises StoreError if no directory can be read. Reports a directory that alone cannot.
-        """
-        found = manifest.scan(*self.roots, step=step)
-        for error in found.unreadable:
-            text = f"{error}; the other directories are used"
-            self._report_once(text, StoreError(text))
-        return found
-
-    def _on_disk(self, step: int | None = None) -> manifest.FoundCheckpoints:
-        """The result of `_scan`, or nothing if only memory can be read."""
-        try:
-            return self._scan(step)
-        except StoreError as error:
-            if not self.ring.copies:
-                raise
-            text = f"{error}; the copies in memory are used"
-            self._report_once(text, StoreError(text))
-            return manifest.scan()
-
-    def _report_once(self, key: str, error: StoreError) -> None:
-        """Reports an error, unless an error with this key was reported."""
-        if key not in self._reported:
-            self._reported.add(key)
-            self._failures.append(error)
-
-    def _locate(self, step: int) -> tuple[HostCopy | None, StoredCheckpoint | None]:
-        """The copy in memory if every rank has one, and the same save on disk.
-
-        If any rank has lost its copy, no rank uses its copy, and any save on disk counts. At least
-        one of the two results is not None. Raises CheckpointNotFound, or CheckpointDamaged for an
-        incomplete directory.
+        Raises CheckpointNotFound, or CheckpointDamaged for an incomplete directory.
         """
         step = checked_step(step)
         self.join()
-        copy = self.ring.copies.get(step)
+        in_memory = all(self.ranks.gather(step in self.copies))
 
-        def find_stored() -> StoredCheckpoint | StoreError:
-            found = self._on_disk(step)
-            if step in found.complete:
-                return found.complete[step]
+        def find() -> list[StoredCheckpoint]:
+            found = self._scan(step)
+            if in_memory or step in found.complete:
+                return found.complete.get(step, [])
             if found.damaged:
-                return found.damaged[0]
-            existing = sorted({*self._on_disk().complete, *self.ring.copies})
-            return CheckpointNotFound(step, existing, self.place or MEMORY)
+                raise found.damaged[0]
+            existing = sorted({*self._scan().complete, *self.copies})
+            raise CheckpointNotFound(step, existing, self.place or MEMORY)
 
-        stored = run_on_first(self.ranks, find_stored)
-        in_memory = all(self.ranks.gather(copy is not None))
-        if isinstance(stored, StoreError):
-            if not in_memory:
-                raise stored
-            return copy, None
-        if copy is None or not in_memory:
-            return None, stored
-        if stored.manifest.created != copy.created:  # another save of this step
-            return copy, None
-        return copy, stored
+        return run_on_first(self.ranks, find)
 
-    def _first_intact(self, stored: StoredCheckpoint) -> StoredCheckpoint:
+    def _first_intact(self, saves: Sequence[StoredCheckpoint]) -> StoredCheckpoint:
         """The first intact of equal saves; reports the damaged ones before it.
 
-        Raises CheckpointDamaged if all are damaged.
+        The ranks share the files. Raises CheckpointDamaged if all are damaged.
         """
-        *others, last = (stored, *stored.twins)
+
+        def check(stored: StoredCheckpoint) -> None:
+            for error in manifest.find_damage(stored, self.ranks.rank, self.ranks.world):
+                raise error
+
+        *others, last = saves
         for each in others:
             try:
-                self._check_files(each)
+                run_on_each(self.ranks, partial(check, each))
                 return each
             except CheckpointDamaged as error:
                 self._failures.append(error)
-        self._check_files(last)
+        run_on_each(self.ranks, partial(check, last))
         return last
 
-    def _check_files(self, checkpoint: StoredCheckpoint) -> None:
-        """Recomputes the digests of the files, shared among the ranks; CheckpointDamaged."""
-        rank, world = self.ranks.rank, self.ranks.world
+    def _in_each(self, failure: str, action: Callable[[Path], T]) -> dict[Path, T]:
+        """The result of an action in each directory. Reports the failure of some once.
 
-        def check() -> None:
-            for error in manifest.find_damage(checkpoint, rank, world):
-                raise error
-
-        run_on_each(self.ranks, check)
-
-    def _change(
-        self,
-        roots: set[Path],
-        find: Callable[[], Sequence[Path]],
-        action: Callable[[Path], None],
-        failure: str,
-    ) -> None:
-        """Changes the folders of a checkpoint in some directories, on rank 0.
-
-        Raises StoreError if that fails in each directory. The failure of some is reported once.
+        Raises StoreError if the action fails in each directory.
         """
+        results: dict[Path, T] = {}
+        failures: list[str] = []
+        for root in self.roots:
+            try:
+                results[root] = action(root)
+            except OSError as error:
+                failures.append(f"{failure} in {root}: {error.strerror}")
+        if failures and not results:
+            raise StoreError(failures[0])
+        for text in failures:
+            self._report_once(f"{text}; the other directories are used")
+        return results
 
-        def change() -> dict[Path, str]:
-            failed: dict[Path, str] = {}
-            for folder in find():
-                try:
-                    action(folder)
-                except OSError as error:
-                    failed[folder.parent] = f"{failure} in {folder.parent}: {error.strerror}"
-            if roots and failed.keys() >= roots:
-                raise StoreError(next(iter(failed.values())))
-            return failed
+    def _report_once(self, text: str) -> None:
+        """Reports a problem, unless it was reported."""
+        if text not in self._reported:
+            self._reported.add(text)
+            self._failures.append(StoreError(text))
 
-        for root, text in run_on_first(self.ranks, change).items():
-            self._report_once(f"changes in {root}", StoreError(text))
+
+def _records(copies: Mapping[int, HostCopy]) -> dict[int, dict[str, Any]]:
+    """The records of copies in memory by step."""
+    records: dict[int, dict[str, Any]] = {}
+    for step, copy in copies.items():
+        record = copy.unsealed_record
+        if record is not None:
+            records[step] = record
+    return records
+
+
+def free_bytes() -> float:
+    """Free memory of the machine or of its container, in bytes, or infinity if it is unknown.
+
+    In a container the limit of the container counts: the kernel kills a process that exceeds it,
+    however much memory the machine has.
+    """
+    found = math.inf
+    with suppress(OSError, ValueError, IndexError):  # Linux
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found = min(int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable:"))
+    with suppress(OSError, ValueError):  # cgroup v2; the limit "max" is no number
+        container = Path("/sys/fs/cgroup")
+        limit = int((container / "memory.max").read_text())
+        found = min(found, limit - int((container / "memory.current").read_text()))
+    return found

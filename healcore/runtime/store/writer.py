@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
+import concurrent.futures.thread  # noqa: F401 -- its hooks have to be older than those below
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -10,7 +11,12 @@ from typing import Any
 
 from healcore import console
 from healcore.runtime.store.checkpoints import SaveFailed, StoreError
-from healcore.runtime.store.forks import watch_forks
+
+FORK_WAIT = 1.0
+"""Seconds that a fork waits for each writer that is at work."""
+_NAME = "healcore-writer"
+"""Name of the threads."""
+_writers: weakref.WeakSet[Writer] = weakref.WeakSet()
 
 
 class Writer:
@@ -18,34 +24,31 @@ class Writer:
 
     Each job has a thread of its own, so that a run that has ended keeps no thread. The error of a
     job becomes a SaveFailed, which is reported once. A program that ends waits for all jobs and
-    logs failures that were not reported. In a forked child the queue is empty: the jobs belong to
-    the parent.
+    logs failures that were not reported. In a forked child no job is left: they are the parent's.
     """
 
     def __init__(self) -> None:
         self._newest: threading.Thread | None = None
         """The thread of the last job: if it has ended, all jobs are done."""
-        self._working: threading.Thread | None = None
-        """The thread of the job at work, or of the last one."""
         self._failures: list[StoreError] = []
         """The errors that no call has raised or returned, oldest first."""
-        watch_forks(self)
+        _writers.add(self)
 
-    def submit(self, step: int, job: Callable[[], None]) -> None:
+    def submit(self, step: int, job: Callable[[], None]) -> threading.Thread:
         """Runs a job in the background, after the jobs so far.
 
         Args:
             step: step of the checkpoint, which the job's errors name.
             job: the function to call. If it raises SaveFailed, this error is reported as it is.
+
+        Returns:
+            The thread, which ends with the job.
         """
         previous = self._newest
-        if previous is None:
-            _call_before_exit(self._finish)
 
         def run() -> None:
             if previous is not None:
                 previous.join()
-            self._working = threading.current_thread()
             try:
                 job()
             except SaveFailed as failure:
@@ -53,24 +56,17 @@ class Writer:
             except BaseException as error:
                 self._failures.append(SaveFailed(step, "in the background", error))
 
-        self._newest = threading.Thread(target=run, name="healcore-writer")
+        self._newest = threading.Thread(target=run, name=_NAME)
         self._newest.start()
-
-    @property
-    def busy(self) -> bool:
-        """Whether there are jobs to wait for. False for a job, which would wait for itself."""
-        newest = self._newest
-        is_job = threading.current_thread() is self._working
-        return newest is not None and newest.is_alive() and not is_job
+        return self._newest
 
     def join(self, timeout: float | None = None) -> None:
-        """Waits until all jobs are done. Raises no failures.
+        """Waits until all jobs are done. Raises no failures. A job itself does not wait.
 
         Args:
             timeout: longest time to wait, in seconds, or None for no limit.
         """
-        if self.busy and self._newest is not None:
-            self._newest.join(timeout)
+        join(self._newest, timeout)
 
     def wait(self) -> None:
         """Waits until every save is complete.
@@ -95,38 +91,35 @@ class Writer:
             taken.append(self._failures.pop(0))
         return taken
 
-    def forked(self) -> None:
-        """Empties the queue in a forked child, where the thread does not exist.
 
-        A child that waited for a job of its parent would wait forever. The parent reports the
-        failures of its jobs.
-        """
-        self._newest = None
-        self._failures = []
+def join(thread: threading.Thread | None, timeout: float | None = None) -> None:
+    """Waits for the end of a job, unless a job asks: the later job would wait for it in turn."""
+    if thread is not None and threading.current_thread().name != _NAME:
+        thread.join(timeout)
 
-    def _finish(self) -> None:
-        """Waits for all jobs, and logs their failures, before the program ends."""
-        self.join()
-        for failure in self.take_failures():
+
+def _wait_before_fork() -> None:
+    """A child of a fork inherits the locks of libc and torch, but not the threads that hold them.
+
+    Data loaders fork their workers while a save is in progress. A worker would wait forever.
+    """
+    for each in list(_writers):
+        each.join(FORK_WAIT)
+
+
+def _finish_before_exit() -> None:
+    """Waits for all jobs, and logs their failures, before the program ends."""
+    for each in list(_writers):
+        each.join()
+        for failure in each.take_failures():
             console.warning(str(failure))
 
 
-def _call_before_exit(method: Callable[[], None]) -> None:
-    """Calls a bound method when the program ends, while threads can still be started.
-
-    At `atexit` the interpreter starts no more threads, but the frameworks' writers need threads.
-    The earlier hook is private. On an interpreter without it an unfinished save is lost.
-    """
-    hooks: Any = threading
-    reference = weakref.WeakMethod(method)
-    # The interpreter raises RuntimeError if it is already ending. A job of another store then
-    # started this queue, and that store waits for it.
-    with contextlib.suppress(AttributeError, RuntimeError):
-        hooks._register_atexit(_call_if_alive, reference)
-
-
-def _call_if_alive(reference: weakref.WeakMethod[Callable[[], None]]) -> None:
-    """Calls a bound method, unless its object was deleted."""
-    method = reference()
-    if method is not None:
-        method()
+# The newest hook runs first. The hooks of `concurrent.futures.thread` are registered by its import:
+# before a fork, one takes a lock that a save needs to start threads, and at the end of a program
+# the other lets no more threads start. At `atexit` it is too late to start any.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_wait_before_fork)
+_hooks: Any = threading
+if hasattr(_hooks, "_register_atexit"):  # private; without it an unfinished save is lost
+    _hooks._register_atexit(_finish_before_exit)

@@ -141,8 +141,8 @@ def _probe_store(path: Path, inputs: CheckpointInputs) -> ProbeResult:
     damage: list[str] = []
     bad: list[CheckpointInfo] = []
     good: list[int] = []
-    listed = manifest.listed(scan, inputs.nonfinite_ok)
-    for saved, found in zip(listed, scan.complete.values(), strict=True):
+    listed = scan.listed(inputs.nonfinite_ok)
+    for saved, (found, *_) in zip(listed, scan.complete.values(), strict=True):
         if not is_wanted(found.folder):
             continue
         errors = manifest.find_damage(found)

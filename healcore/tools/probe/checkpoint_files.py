@@ -27,7 +27,7 @@ import numpy as np
 from healcore import adapter_registry, regular_file
 from healcore.adapter_registry import require
 from healcore.checkpoint_contents import Array, Contents, Damaged, ProbeError, first_line
-from healcore.runtime.store import manifest, small_file
+from healcore.runtime.store import array_format, manifest
 from healcore.runtime.store.values import arrays_of
 from healcore.tools.probe.checks import ERROR, Check, NothingToProbe, ProbeResult, run_probe
 
@@ -102,7 +102,7 @@ def _open_file(path: Path) -> Contents:
 
 def _open_store(root: Path, step: int | None) -> Contents:
     """Opens one checkpoint of a store."""
-    saves = {each.step: each for each in manifest.listed(manifest.scan(root), ())}
+    saves = {each.step: each for each in manifest.scan(root).listed(())}
     steps = ", ".join(map(str, saves)) or "none"
     if not saves or (step is not None and step not in saves):
         which = f"checkpoint of step {step}"
@@ -122,7 +122,7 @@ def _open_store(root: Path, step: int | None) -> Contents:
 def _open_small_file(folder: Path) -> Contents:
     """Opens the arrays of a small checkpoint; needs neither torch nor JAX."""
     try:
-        found = small_file.read(folder / manifest.DATA) or {}
+        found = array_format.bytes_of_small_file(folder / manifest.DATA) or {}
         leaves: dict[tuple[str, ...], Any] = {}
         # In the order of the program.
         entries = json.loads(regular_file.read(folder / manifest.STATE))
@@ -183,7 +183,7 @@ def _values(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...],
 
 def _open_folder(path: Path) -> Contents:
     if manifest.step_of(path) is not None and (path / manifest.DATA).is_dir():
-        if (path / manifest.DATA / small_file.FILE).exists():
+        if (path / manifest.DATA / array_format.SMALL_FILE).exists():
             contents = _open_small_file(path)
         else:
             contents = _open_folder(path / manifest.DATA)

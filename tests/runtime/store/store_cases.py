@@ -20,8 +20,8 @@ import torch
 import healcore.jax.store as jax_stores
 import healcore.torch.store as torch_stores
 from healcore import CheckpointStore, Keep
-from healcore.jax.store.array_format import JaxFormat
-from healcore.runtime.store.state_copy import HostCopy
+from healcore.jax.store.orbax import JaxFormat
+from healcore.runtime.store.array_format import HostCopy
 
 KEEP = Keep(good=3, candidates=8)
 
@@ -90,8 +90,8 @@ _donate = jax.jit(lambda leaf: jnp.full_like(leaf, 77), donate_argnums=0)
 class PinningFormat(JaxFormat):
     """Copies arrays of a CPU to pinned host memory, as JAX copies them from a GPU."""
 
-    def on_cpu(self, part: Any) -> bool:
-        return not isinstance(part, jax.Array) or not part.size
+    def on_host(self, part: Any) -> Any:
+        return None if isinstance(part, jax.Array) and part.size else np.asarray(part)
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def over(*cases: StoreCase) -> Any:
 
 def forget(store: Any) -> None:
     """Empties the memory of a store, as a new process finds it."""
-    store.ring.copies = {}
+    store.copies = {}
 
 
 def same(a: Any, b: Any) -> bool:

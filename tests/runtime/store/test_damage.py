@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from healcore.runtime.store.checkpoints import CheckpointDamaged
-from healcore.runtime.store.checksums import ChecksumError, unseal
+from healcore.runtime.store.files import ChecksumError, unseal
 from tests.runtime.store.disk_faults import flip
 from tests.runtime.store.store_cases import (
     DCP,
@@ -84,10 +84,9 @@ def test_a_file_that_is_not_whole(case, tmp_path, how):
         elif how == "a directory":
             path.mkdir()
         store = case.make(tmp_path)
-        assert [saved.step for saved in store.checkpoints()] == [1], path
-        assert [Path(error.path).name for error in store.damaged()] == [newer.name]
         with pytest.raises(CheckpointDamaged, match=path.name):
             store.restore(2, case.state(2))
+        assert store.restore(1, case.state(2)).record == HEALING
         if path.is_dir():
             path.rmdir()
         path.write_bytes(data)

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from healcore.runtime.store.claim import LOCK, StoreInUse, claim
+from healcore.runtime.store.claim import LOCK, Claim, StoreInUse
 from tests.forked_programs import ROOT, ForkedProgram
 from tests.hostile.run_directories import cut_short, go_on
 
 CLAIMS = """
 import sys, time
-from healcore.runtime.store.claim import StoreInUse, claim
+from healcore.runtime.store.claim import Claim, StoreInUse
 time.sleep(max(0.0, float(sys.argv[2]) - time.time()))
 try:
-    held = claim(sys.argv[1])
+    held = Claim(sys.argv[1])
     print("held" if held.warning is None else held.warning, flush=True)
 except StoreInUse as error:
     print(error.holder, flush=True)
@@ -46,10 +46,10 @@ def test_a_living_process_holds_it_and_a_killed_one_does_not(tmp_path):
     holder = subprocess.Popen(command, cwd=ROOT, text=True, **PIPES)
     assert answers_of(holder) == ["held"]
     with pytest.raises(StoreInUse, match=f"process {holder.pid} on .*pass another directory"):
-        claim(tmp_path)
+        Claim(tmp_path)
     holder.send_signal(signal.SIGKILL)
     os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)  # a zombie is as good as gone
-    held = claim(tmp_path)
+    held = Claim(tmp_path)
     assert held.warning is None
     end(holder)
     held.release()
@@ -78,7 +78,7 @@ def test_the_work_of_pods_that_are_gone_is_removed_by_a_run_that_has_the_lock(tm
     cut_short("torch", tmp_path)
     old = tmp_path / ".tmp-healcore-000000000000000a" / "data"
     old.mkdir(parents=True)
-    held = claim(tmp_path)
+    held = Claim(tmp_path)
     with pytest.raises(StoreInUse):
         go_on("torch", tmp_path)
     assert old.exists(), "another run may be at work"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from healcore.runtime.store import files, forks
+from healcore.runtime.store import files, writer
 from healcore.runtime.store.checkpoints import Keep
 from healcore.runtime.store.manifest import sweep
 from healcore.torch.store import DCPStore, MemoryStore
@@ -106,18 +106,17 @@ def test_a_child_that_is_forked_within_a_save_does_not_wait_for_its_parents_thre
     assert process.exitcode == 0
     assert store.steps_on_disk() == []
     # A second may be over on a busy machine, and a save that waits for the fork never ends.
-    monkeypatch.setattr(forks, "FORK_WAIT", 10.0)
+    monkeypatch.setattr(writer, "FORK_WAIT", 10.0)
     threading.Timer(0.1, gate.set).start()
     multiprocessing.get_context("fork").Process(target=int).start()  # waits, for locks of libc
     assert store.take_failures() == []
-    assert not store.busy
     assert store.steps_on_disk() == [1]
     store.verify(1)
 
 
 IMPORTED_FIRST = """
 import sys
-import healcore.runtime.store.forks
+import healcore.runtime.store.writer
 import concurrent.futures.thread
 import pytest
 name = "does_not_wait_for_its_parents_threads"

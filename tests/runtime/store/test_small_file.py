@@ -10,7 +10,7 @@ from safetensors.numpy import load_file as load_numpy
 from safetensors.numpy import save
 from safetensors.torch import load_file as load_torch
 
-from healcore.runtime.store import small_file
+from healcore.runtime.store.array_format import SMALL_FILE
 from healcore.runtime.store.checkpoints import CheckpointDamaged
 from healcore.torch.store import DCPStore
 from tests.hostile.run_directories import sealed_again
@@ -25,7 +25,7 @@ from tests.runtime.store.store_cases import (
     same_states,
 )
 
-FILE = f"data/{small_file.FILE}"
+FILE = f"data/{SMALL_FILE}"
 """Path of the file in the directory of its checkpoint."""
 LARGE = {TORCH_FILE: DCP, JAX_FILE: ORBAX}
 """The case that writes the same states in the files of the framework."""

@@ -13,7 +13,7 @@ from orbax.checkpoint import v1 as ocp
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
-from healcore.runtime.store.claim import claim
+from healcore.runtime.store.claim import Claim
 from healcore.tools.probe.checkpoint import probe_checkpoint
 from healcore.tools.probe.checks import CheckpointInputs, ProbeResult, run_probe
 from tests.runtime.store.store_cases import DISKS, TIERS, StoreCase, mark_good, over
@@ -49,7 +49,7 @@ def test_known_good_and_intact_passes_and_nothing_is_changed_or_locked(case, tmp
     statuses = "good", "good", "candidate"
     filled(case, tmp_path, *statuses)
     (tmp_path / ".tmp-healcore-0000000000000000").mkdir()
-    held = claim(tmp_path)
+    held = Claim(tmp_path)
     before = picture(tmp_path)
     result = probe(tmp_path)
     assert picture(tmp_path) == before

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from healcore.runtime.store.array_format import SMALL_FILE as FILE
 from healcore.runtime.store.checkpoints import (
     BUFFERS_ITEM,
     CheckpointDamaged,
@@ -24,7 +25,6 @@ from healcore.runtime.store.checkpoints import (
 )
 from healcore.runtime.store.places import joined
 from healcore.runtime.store.ranks import Alone
-from healcore.runtime.store.small_file import FILE
 from healcore.torch.driver import TorchDriver
 from healcore.torch.store import DCPStore, MemoryStore, apply
 from tests.runtime.store.disk_faults import flip

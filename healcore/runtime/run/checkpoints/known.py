@@ -221,6 +221,6 @@ class KnownCheckpoints:
             error: the error of the read, with the step and the path.
         """
         self.report_damage(error)
-        if error.step not in self.run.store.ring.copies:
+        if error.step not in self.run.store.copies:
             self._lost.add(error.step)
             self.remove({error.step})

@@ -14,7 +14,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,6 @@ from healcore.runtime.run.data_state import DATA_STATE_ITEM
 from healcore.runtime.store.checkpoints import (
     CheckpointDamaged,
     CheckpointInfo,
-    CheckpointNotFound,
     Keep,
     SaveFailed,
     StoreError,
@@ -197,7 +196,7 @@ class Saver:
         """
         step = self.run.progress.step
         self.run.witness.add_anchor(step, {*self.run.known_checkpoints.restorable, step})
-        self.run.store.protect(self.run.witness.steps_needed)
+        self.run.store.protected = self.run.witness.steps_needed
 
     def save_state_as(self, step: int, why: SaveReason) -> None:
         """Saves the live state as the checkpoint of `step`. Reports a failed save.
@@ -274,7 +273,7 @@ class Saver:
         """
         is_elsewhere = isinstance(error, SaveFailed) and bool(error.elsewhere)
         if not is_elsewhere:
-            if step not in self.run.store.ring.copies:
+            if step not in self.run.store.copies:
                 self.run.known_checkpoints.remove({step})
             self.unsaved[step] = str(error)
         self._failures += 1
@@ -300,7 +299,7 @@ class Saver:
         region = self.run.policy.rollback.region
         past = self.run.ledger.same_trouble(record.journal.next_step, region)
         targets = [each.checkpoint for each in past]  # a start after a stop takes the oldest one
-        stay = {*store.ring.protected, *self.run.known_checkpoints.newer_than_start, *targets}
+        stay = {*store.protected, *self.run.known_checkpoints.newer_than_start, *targets}
         attempts = record.attempt_history
 
         def choose() -> tuple[list[CheckpointInfo], int | None]:
@@ -321,8 +320,7 @@ class Saver:
                 if surplus and newest_good is not None:
                     store.verify(newest_good)
                 for old in surplus:
-                    with suppress(CheckpointNotFound):
-                        store.delete(old.step)
+                    store.delete(old.step)
                 # The current attempt may save an abandoned step again.
                 self._deletions.append({old.step for old in surplus if not old.is_abandoned})
             except Exception as error:

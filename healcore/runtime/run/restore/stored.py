@@ -98,7 +98,6 @@ class StoredCheckpoints:
         """
         stored: Mapping[int, Mapping[str, Any]] = {}
         if self.run.ranks.rank == 0:
-            stored = self.run.store.ring.records()
             with suppress(StoreError):
                 stored = self.run.store.records()
         found: dict[int, RunRecord] = {}
