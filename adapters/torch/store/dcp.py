@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from healcore.runtime.store.array_format import ArrayFormat, FlatState, Leaf, Target
+from healcore.runtime.store.array_format import ArrayFormat, FlatState, Leaf, Target, raw
 from healcore.runtime.store.checkpoints import IN_MEMORY, Keep
 from healcore.runtime.store.ranks import Alone, Ranks, run_on_each
 from healcore.runtime.store.store import CheckpointStore
@@ -182,7 +182,9 @@ class TorchFormat(ArrayFormat):
         Returns:
             A view of the bytes; a copy for a DTensor on an accelerator.
         """
-        part = _view(leaf)
+        dense = leaf.layout.dense
+        part = torch.from_numpy(raw(leaf.parts[""])).view(dense.dtype)
+        part = part.as_strided(dense.shape, dense.stride())
         if leaf.layout.spec is None:
             return part
         # Rejected: DTensor.from_local, which moves the part to the mesh's device.
@@ -286,14 +288,6 @@ class TorchFormat(ArrayFormat):
 def _bytes(dense: Tensor) -> Tensor:
     """The bytes of a dense tensor, uint8 (n,), on its device."""
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
-
-
-def _view(leaf: Leaf) -> Tensor:
-    """The tensor of a leaf in host memory; it shares the memory."""
-    dense = leaf.layout.dense
-    return (
-        torch.from_numpy(leaf.parts[""]).view(dense.dtype).as_strided(dense.shape, dense.stride())
-    )
 
 
 def _sharded(target: Target) -> dict[str, DTensor]:

@@ -347,7 +347,8 @@ def find_damage(stored: StoredCheckpoint, rank: int = 0, world: int = 1) -> list
             if files.digest_of(stored.folder / name) != stored.manifest.files[name]:
                 errors.append(stored.damaged(name, files.DIFFERS))
         except (OSError, ValueError) as error:  # ValueError: a byte 0 in the name
-            errors.append(stored.damaged(name, f"cannot be read ({error})"))
+            why = getattr(error, "strerror", error)
+            errors.append(stored.damaged(name, f"cannot be read ({why})"))
 
     names = sorted(stored.manifest.files)[rank::world]
     files.map_in_threads(compare, names, stored.manifest.nbytes)
