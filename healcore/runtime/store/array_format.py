@@ -169,9 +169,10 @@ class HostCopy:
     """Number of the attempt that saves the state, from 1."""
     created: float = field(default_factory=time.time)
     """Wall-clock seconds since 1970."""
-    nonfinite: tuple[str, ...] | None = None
-    """Names of the arrays with NaN or Inf on any rank, allowed or not. None before the inspection,
-    and if it has failed."""
+    nonfinite: tuple[str, ...] = ()
+    """Names of the arrays with NaN or Inf on any rank, allowed or not."""
+    is_inspected: bool = False
+    """Whether these names are known."""
 
     @property
     def nbytes(self) -> int:

@@ -252,7 +252,7 @@ class CheckpointStore(Writer):
         names, has_room = zip(*gather_results(self.ranks, inspect), strict=True)
         if not all(has_room):
             self._keep_none(copy)
-        copy.nonfinite = tuple(sorted(set().union(*names)))
+        copy.nonfinite, copy.is_inspected = tuple(sorted(set().union(*names))), True
         wrong = disallowed(copy.nonfinite, self.nonfinite_ok)
         if wrong:
             self._nonfinite.append((copy.step, wrong))
@@ -304,7 +304,7 @@ class CheckpointStore(Writer):
 
         Raises SaveFailed if no directory has it. A directory that fails alone is reported.
         """
-        if copy.nonfinite is None:  # the inspection has failed
+        if not copy.is_inspected:  # the inspection has failed
             return
         failures: list[SaveFailed] = []
         elsewhere = ""

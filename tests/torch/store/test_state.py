@@ -85,7 +85,7 @@ def swapped(model: nn.Sequential) -> list[nn.Parameter]:
 CHANGES = {
     "optimizer is AdamW": lambda run: torch.optim.SGD(run.model.parameters(), lr=0.1),
     r"optimizer\[0.bias\] is parameter 1": lambda run: torch.optim.AdamW(swapped(run.model)),
-    r"optimizer\[0.bias\] is .* and missing": lambda run: torch.optim.AdamW(run.model[2].parameters()),
+    r"optimizer\[0.bias\] is .* missing": lambda run: torch.optim.AdamW(run.model[2].parameters()),
     "scheduler is CosineAnnealingLR": lambda run: lr_scheduler.StepLR(run.optimizer, 3),
 }
 
