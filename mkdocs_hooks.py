@@ -46,7 +46,7 @@ TYPES = {
     "healcore.runtime.healer_options": ["AttachOptions", "TrainerOptions", "HealerOptions"],
     "healcore.runtime.run_options": ["EventHook", "Hook"],
     "healcore.runtime.batch_iterator": ["Batch", "Batches"],
-    "healcore.runtime.data.loader_parts": ["Loader"],
+    "healcore.runtime.data.loaders": ["Loader"],
     "healcore.runtime.data.positions": ["BatchId"],
     "healcore.runtime.faults.microbatches": ["Microbatch"],
     "healcore.runtime.healing_report": ["HealingReport"],

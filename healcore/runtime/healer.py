@@ -12,7 +12,7 @@ from healcore.core.errors import HealcoreError
 from healcore.policy import Overrides, PolicyLike
 from healcore.policy.overrides import check_spelling
 from healcore.runtime.batch_iterator import Batch, Batches
-from healcore.runtime.data.loader_parts import Loader
+from healcore.runtime.data.loaders import Loader
 from healcore.runtime.data.scan_blocks import ScanBlocks
 from healcore.runtime.driver_choice import trainer_limit
 from healcore.runtime.faults.microbatches import Microbatch

@@ -38,7 +38,7 @@ from typing import Any, NamedTuple, TypeVar, Unpack
 from healcore.core.errors import HealcoreError
 from healcore.policy import PolicyLike
 from healcore.runtime.batch_iterator import Batch, Batches
-from healcore.runtime.data.loader_parts import Loader
+from healcore.runtime.data.loaders import Loader
 from healcore.runtime.healer import Healer, State
 from healcore.runtime.healer_options import HealerOptions
 from healcore.runtime.run.ending.end import end_run

@@ -8,7 +8,7 @@ import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
 from healcore import Checkpoints, Healer
-from healcore.runtime.data import DataError, cursor
+from healcore.runtime.data import DataError
 from tests.healer.run_directory import events
 from tests.healer.training_loops import (
     BOTH_FRAMEWORKS,
@@ -104,11 +104,3 @@ def test_a_function_that_returns_the_same_iterator_goes_on_forward(tmp_path):
 def test_a_function_with_arguments_is_refused():
     with pytest.raises(DataError, match=r"takes no arguments, and doubled needs some"):
         train(loop_of("torch"), POLICY, doubled)  # type: ignore[arg-type]
-
-
-def test_a_long_read_says_how_far_it_is(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(cursor, "_SILENT_SECONDS", 0.0)
-    caplog.set_level("INFO", "healcore")
-    loop = loop_of("torch", Faults(always=[BAD]))
-    train(loop, POLICY, MAKERS["generator"], store=tmp_path)
-    assert "has read 3 of 10 batches again, to return to its position" in caplog.text

@@ -1,17 +1,11 @@
 """Positions in the data: the ids of batches, and what a checkpoint holds of the loaders.
 
-A position is the loader's state at some moment, and the number of batches since then:
+A position is the id of the next batch, and a state of the loader from before it. A rewind sets the
+state, and then reads and drops the batches between the state and the next batch, if there are any.
 
-    batches    0   1   2   3   4   5
-                       ^       ^
-                 state taken   next batch: index 4, behind 2
-
-A rewind sets the state, and then reads and drops `behind` batches. Usually `behind` is 0. The
-distance is needed for loaders whose state cannot be taken between any two batches.
-
-A position consists of Python values that any checkpoint can hold. The loader's own state is text of
-`runtime.store.values`, because a JAX run may read from a torch loader, and a store of JAX cannot
-save torch tensors.
+A position consists of Python values that any checkpoint can hold. The states of the loader and of
+its random generators are text of `runtime.store.values`, because a JAX run may read from a torch
+loader, and a store of JAX cannot save torch tensors.
 """
 
 from __future__ import annotations
@@ -24,12 +18,12 @@ from pydantic import BaseModel, BeforeValidator, Field
 
 from healcore.core.errors import HealcoreError
 from healcore.events.kinds import rows_text
-from healcore.runtime.data.loader_parts import AnyLoader, LoaderState, is_type, samplers_of
+from healcore.runtime.data.loaders import is_type, samplers_of
 from healcore.runtime.store import values
 
 _Number = Annotated[int, Field(strict=True, ge=0)]
 _Place = Annotated[list[_Number], Field(min_length=3, max_length=3)]
-POSITION_VERSION = 3
+POSITION_VERSION = 4
 """Version of the format of positions. A position of another version is not read."""
 _STATE_PATH = ("the loader's state",)
 
@@ -142,27 +136,23 @@ class BatchId(_Numbers):
         return f"batch {self.index} of epoch {self.epoch}{rows}"
 
 
-def _decoded_state(text: str | None) -> LoaderState:
-    """The state of a saved position, or None."""
-    if text is None:
-        return None
-    return values.loads(text, _STATE_PATH)
+def _decoded_state(text: str | None) -> Any:
+    """The states of a saved position, or None."""
+    return None if text is None else values.loads(text, _STATE_PATH)
 
 
 class Position(BaseModel, frozen=True):
     """A decoded position. The keys of a saved position have the names of the fields."""
 
-    version: Literal[3]
+    version: Literal[4]
     kind: str
-    """`LoaderAdapter.kind` of the adapter that took the state."""
+    """`Reader.kind` of the reader that took the state."""
     epoch: _Number
     index: _Number
-    state: Annotated[LoaderState, BeforeValidator(_decoded_state)]
-    """The adapter's state, or None if the epoch has not begun or the adapter has no state."""
+    state: Annotated[tuple[Any, list[Any] | None] | None, BeforeValidator(_decoded_state)]
+    """State of the reader, and of the loader's random generators or None; or None for no state."""
     told_epoch: int | None
     """Argument of `set_epoch` for this epoch, or None if unknown."""
-    behind: _Number
-    """Number of batches between the state and the next batch, which a rewind passes again."""
     division: Division | None
     """Result of `division` for the loader."""
     ranks: int | None = None
@@ -177,39 +167,25 @@ class Position(BaseModel, frozen=True):
 def encode_position(
     kind: str,
     batch: BatchId,
-    state: LoaderState,
-    sampler_epoch: int | None,
+    states: tuple[Any, list[Any] | None] | None,
+    told_epoch: int | None,
     division: Division | None,
 ) -> SavedPosition:
-    """Encodes a position for a checkpoint. The distance `behind` is 0.
+    """Encodes a position for a checkpoint; see the fields of `Position`.
 
-    The state becomes text. The text is also a copy: loaders return live objects, which the next
+    The states become text. The text is also a copy: loaders return live objects, which the next
     batch would change.
 
-    Args:
-        kind: `LoaderAdapter.kind` of the adapter that took the state.
-        batch: the next batch.
-        state: the adapter's state, or None.
-        sampler_epoch: argument of `set_epoch` for this epoch, or None if unknown.
-        division: result of `division` for the loader.
-
-    Returns:
-        Dictionaries, lists, numbers, strings and None.
-
     Raises:
-        UnsavableState: the state holds an object without a plain form.
+        UnsavableState: a state holds an object without a plain form.
     """
-    text = None
-    if state is not None:
-        text = values.dumps(state, _STATE_PATH)
     return {
         "version": POSITION_VERSION,
         "kind": kind,
         "epoch": batch.epoch,
         "index": batch.index,
-        "state": text,
-        "told_epoch": sampler_epoch,
-        "behind": 0,
+        "state": None if states is None else values.dumps(states, _STATE_PATH),
+        "told_epoch": told_epoch,
         "division": division,
     }
 
@@ -217,22 +193,16 @@ def encode_position(
 def decode_position(value: Any) -> Position:
     """Decodes a position of a checkpoint or of a user, and checks every part of it.
 
-    Args:
-        value: result of `encode_position` or of `positions_of_other_ranks`, or anything else.
-
     Raises:
         DataError: the value is not a position of this version, or is damaged.
     """
     try:
-        position = Position.model_validate(value)
+        return Position.model_validate(value)
     except Exception as error:  # the value may be crafted or damaged
         raise DataError(
             f"a position is a result of Cursor.position() of version {POSITION_VERSION}, "
             f"not {value!r:.80}: {error}"
         ) from error
-    if position.behind > position.index:
-        raise DataError(f"{position.batch} has no {position.behind} batches before it in its epoch")
-    return position
 
 
 # -- all sources of a run ------------------------------------------------------------------------
@@ -288,7 +258,7 @@ GLOBAL_ROWS = "rows of a global batch"
 """Kind of the division of a loader whose sampler divides the data among the ranks."""
 
 
-def division(loader: AnyLoader) -> Division | None:
+def division(loader: Any) -> Division | None:
     """What has to stay equal when a run continues with another number of ranks.
 
     If it is equal, batch i of every epoch has the same rows as before, over all ranks together. The
@@ -336,7 +306,7 @@ def positions_of_other_ranks(
     """
     moved: dict[str, SavedPosition] = {}
     for name, each in sources.items():
-        moved[name] = {**each, "state": None, "behind": each["index"], "ranks": ranks}
+        moved[name] = {**each, "state": None, "ranks": ranks}
     return moved
 
 

@@ -8,130 +8,70 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 _MT19937_BYTES = 4 * 624 + 4
-"""Size of a Mersenne Twister: a key of 624 uint32, and a position, int32."""
-
-
-def _view_at(address: int) -> Any:
-    """The memory of a Mersenne Twister. Its `raw` is a copy, which takes less than 0.1 µs."""
-    return (ctypes.c_char * _MT19937_BYTES).from_address(address)
-
+"""Size of a Mersenne Twister in memory: a key of 624 uint32, and a position, int32."""
 
 RandomStates = dict[str, Any]
 """The states of the global generators: "python", "numpy", and "framework", see `torch_states`.
 
-Each is what the generator's own function returns, and None or empty for no state.
+Each is what the generator's own function returns, and None or empty for no state. "own" are the
+states of other generators, if there are any.
 """
+_numpy: tuple[Any, bytes, Any] = None, b"", None
+"""NumPy's generator when its state was last read, its memory then, and the state."""
 
 
-def random_states() -> RandomStates:
-    """The states of the global generators of Python, NumPy and torch.
-
-    Takes a few microseconds if no number was drawn since the last call, because it is called after
-    each step.
+def random_states(generators: Sequence[Any] = ()) -> RandomStates:
+    """The states of the global generators of Python, NumPy and torch, and of others.
 
     Returns:
         The states, for `set_random_states`. They are not copied: change none of them.
     """
-    return {"python": _python.read(), "numpy": _numpy.read(), "framework": torch_states()}
+    states = {"python": random.getstate(), "numpy": _numpy_state(), "framework": torch_states()}
+    if generators:
+        states["own"] = [generator_state(each) for each in generators]
+    return states
 
 
-class _PythonState:
-    """The state of Python's global generator, read again only after a draw.
+def _numpy_state() -> Any:
+    """What `np.random.get_state()` returns, read again only after a draw.
 
-    `random.getstate` makes a tuple of 625 numbers in 16 µs, and it is called after each step.
-    Comparing the memory of the generator takes 1 µs. Only CPython has the generator's numbers right
-    after the head of the object; elsewhere the state is read at each call.
+    Reading takes 40 µs, and it is done after each step. To compare the memory takes 1 µs.
     """
-
-    def __init__(self) -> None:
-        self._getstate: Any = random.getstate
-        self._generator: Any = getattr(random.getstate, "__self__", None)
-        self._view = _view_at(id(self._generator) + object.__basicsize__)
-        self._memory: bytes | None = None
-        self._state: Any = None
-        self._has_known_layout = self._finds_numbers()
-
-    def read(self) -> Any:
-        """What `random.getstate()` returns."""
-        if not self._has_known_layout or random.getstate is not self._getstate:
-            return random.getstate()
-        memory = self._view.raw
-        if memory != self._memory or self._generator.gauss_next != self._state[2]:
-            self._state = random.getstate()
-            self._memory = memory
-        return self._state
-
-    def _finds_numbers(self) -> bool:
-        """Whether the memory has the numbers of the state."""
-        if sys.implementation.name != "cpython" or not isinstance(self._generator, random.Random):
-            return False
-        if type(self._generator).__basicsize__ < object.__basicsize__ + _MT19937_BYTES:
-            return False
-        _, (*key, position), _ = random.getstate()
-        expected = np.array([position, *key], np.uint32).tobytes()
-        return self._view.raw == expected
+    global _numpy
+    bits: Any = np.random.get_bit_generator()  # type: ignore[attr-defined] -- since 1.24
+    if type(bits) is not np.random.MT19937:
+        return np.random.get_state(legacy=False)  # noqa: NPY002 -- users do
+    before, memory, state = _numpy
+    now = ctypes.string_at(bits.ctypes.state_address, _MT19937_BYTES)
+    # The second number of a pair of normals is outside of this memory.
+    if bits is not before or now != memory or state[3]:
+        state = np.random.get_state()  # noqa: NPY002 -- users do
+        _numpy = bits, now, state
+    return state
 
 
-_python = _PythonState()
-
-
-class _NumpyState:
-    """The state of NumPy's global generator, read again only after a draw.
-
-    `np.random.get_state` takes 0.08 ms, and it is called after each step. Comparing the memory of
-    the generator takes a hundredth of it.
-    """
-
-    def __init__(self) -> None:
-        self._bits: Any = None
-        """The bit generator that `_view` belongs to. A program may replace NumPy's."""
-        self._view: Any = None
-        self._memory = b""
-        self._state: Any = None
-
-    def read(self) -> Any:
-        """What `np.random.get_state()` returns."""
-        bits: Any = np.random.get_bit_generator()  # type: ignore[attr-defined] -- since 1.24
-        if type(bits) is not np.random.MT19937:
-            return np.random.get_state(legacy=False)  # noqa: NPY002 -- users do
-        if bits is not self._bits:
-            self._bits, self._view = bits, _view_at(bits.ctypes.state_address)
-        memory = self._view.raw
-        if memory != self._memory or self._has_spare_normal():
-            self._state = np.random.get_state()  # noqa: NPY002 -- users do
-            self._memory = memory
-        return self._state
-
-    def _has_spare_normal(self) -> bool:
-        """Whether the second number of a pair of normals was left over.
-
-        This number is outside of the compared memory, so a program may have taken it unnoticed.
-        """
-        return bool(self._state[3])
-
-
-_numpy = _NumpyState()
-
-
-def set_random_states(states: Mapping[str, Any]) -> None:
-    """Sets the global generators of Python, NumPy and torch.
+def set_random_states(states: Mapping[str, Any], generators: Sequence[Any] = ()) -> None:
+    """Sets the global generators of Python, NumPy and torch, and others.
 
     Args:
         states: result of `random_states`. A generator whose state is None or empty stays as it is.
             States of devices that the process does not have are ignored.
+        generators: the generators of "own".
     """
     if states["python"] is not None:
         random.setstate(states["python"])
     if states["numpy"] is not None:
         np.random.set_state(states["numpy"])  # noqa: NPY002
     set_torch_states(states["framework"] or {})
+    if generators:
+        set_generator_states(generators, states["own"])
 
 
 def torch_states() -> dict[str, Any]:
@@ -166,14 +106,7 @@ def set_torch_states(states: Mapping[str, Any]) -> None:
 
 
 def generator_state(generator: Any) -> Any:
-    """The state of a generator of the program, which is not changed by the call.
-
-    Args:
-        generator: a generator of `random`, NumPy or torch.
-
-    Returns:
-        A state for `set_generator_state`, in this or in a later process.
-    """
+    """The state of a generator of `random`, NumPy or torch, for `set_generator_state`."""
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, np.random.Generator):
@@ -189,6 +122,12 @@ def set_generator_state(generator: Any, state: Any) -> None:
         generator.bit_generator.state = state
     else:
         generator.set_state(state)
+
+
+def set_generator_states(generators: Sequence[Any], states: Sequence[Any]) -> None:
+    """Sets the states of several generators."""
+    for generator, state in zip(generators, states, strict=True):
+        set_generator_state(generator, state)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""`ScanBlocks`: the blocks of a loop that is compiled as a whole, as positions of a loader.
+"""`ScanBlocks`: the blocks of a loop that is compiled as a whole, as a loader.
 
 `Healer.scan` has no data: its updates read what they need from their state. What a checkpoint has
 to hold is how many updates are done, and a rollback has to begin a block again. A loader of blocks
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from healcore.runtime.data.loader_adapter import LoaderAdapter
+from healcore.runtime.data.readers import Reader
 
 
 def _whole_number(name: str, value: Any) -> int:
@@ -29,14 +29,14 @@ def _whole_number(name: str, value: Any) -> int:
     )
 
 
-class ScanBlocks(LoaderAdapter):
+class ScanBlocks(Reader):
     """Yields the number of each block's last update, which a `loss_fn` gets as its batch.
 
         blocks = ScanBlocks(10, every=4)
         [(blocks.first, int(last)) for last in blocks]  # [(0, 3), (4, 7), (8, 9)]
 
     It has no length: a restart may choose blocks of another size, so the number of blocks says
-    nothing about the end. The position is the number of updates.
+    nothing about the end. Its state is the number of updates.
 
     Args:
         updates: number of updates in all blocks.
@@ -51,16 +51,13 @@ class ScanBlocks(LoaderAdapter):
     """
 
     kind = "scan"
+    replays = True
 
     def __init__(self, updates: int, every: int) -> None:
         super().__init__(self)
         self.updates = _whole_number("steps", updates)
         self.every = _whole_number("every", every)
-        self.first = self.count = 0
-        self._done = 0
-        """Updates up to the end of the newest block."""
-        self._index = 0
-        """Number of blocks read."""
+        self.first = self.count = self._done = 0
 
     @property
     def is_finished(self) -> bool:
@@ -72,40 +69,18 @@ class ScanBlocks(LoaderAdapter):
             self.first = self._done
             self.count = min(self.every, self.updates - self._done)
             self._done += self.count
-            self._index += 1
             yield np.int32(self._done - 1)
 
-    def start(self, epoch: int) -> Iterator[Any]:
+    def begin(self) -> Iterator[Any]:
         """Begins with the first update."""
-        self._done = self._index = 0
+        self._done = 0
         return iter(self)
 
-    def state(self, *, ended: bool) -> list[int]:
-        """The position in the blocks, for a checkpoint.
+    def state(self, index: int, *, newest: bool) -> int:
+        """The number of updates before the next block, or else before the newest block."""
+        return self._done if newest else self.first
 
-        Args:
-            ended: not used: the blocks are one epoch.
-
-        Returns:
-            The number of blocks and the number of updates so far.
-        """
-        return [self._index, self._done]
-
-    def state_before(self, index: int) -> list[int] | None:
-        """The state before the newest block, or None for an older block."""
-        if index != self._index - 1:
-            return None
-        return [index, self.first]
-
-    def resume(self, state: Any, skip: int) -> tuple[Iterator[Any], int]:
-        """Continues after the updates of a state.
-
-        Args:
-            state: what `state` has returned.
-            skip: number of blocks after the state, which the caller reads and drops.
-
-        Returns:
-            The blocks from there on, and `skip`.
-        """
-        self._index, self._done = state
-        return iter(self), skip
+    def resume(self, state: int, index: int) -> tuple[Iterator[Any], int]:
+        """Continues after the updates of a state."""
+        self._done = state
+        return iter(self), index

@@ -12,12 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from healcore.runtime.data.cursor import Cursor, Inform, Limit
-from healcore.runtime.data.function_loader import FunctionLoader
-from healcore.runtime.data.loader_adapter import ReadRetries, RewindObstacle
-from healcore.runtime.data.loader_parts import AnyBatch, AnyLoader, batch_size, own_generators
+from healcore.runtime.data.cursor import Cursor, Limit
+from healcore.runtime.data.loaders import batch_size, own_generators
 from healcore.runtime.data.positions import (
     BatchId,
     DataError,
@@ -26,7 +24,12 @@ from healcore.runtime.data.positions import (
     decode_position,
     place_of,
 )
+from healcore.runtime.data.reader_choice import FunctionReader
+from healcore.runtime.data.readers import RewindObstacle
 from healcore.runtime.data.scan_blocks import ScanBlocks
+
+if TYPE_CHECKING:
+    from healcore.runtime.faults.retry import Retries
 
 EPOCH_LOST = RewindObstacle(
     "each epoch has a loader of its own, so the rest of the earlier epoch is lost"
@@ -90,16 +93,14 @@ class SourceCursor(Cursor):
     def __init__(
         self,
         source: Source,
-        loader: AnyLoader,
+        loader: Any,
         limit: Limit,
         *,
-        retries: ReadRetries | None,
-        inform: Inform,
+        retries: Retries | None,
     ) -> None:
         super().__init__(loader, retries=retries)
         self.source = source
         self.limit = limit
-        self.inform = inform
         self.skipped_batch_ids = source.skipped
         self.problem = ""
         self.place: Place = []
@@ -111,7 +112,7 @@ class SourceCursor(Cursor):
         self.trains = self.has_begun_before = False
         self.pending_ids: list[BatchId] = []
         self.contents: list[Any] = []
-        self.substitute: AnyBatch = None
+        self.substitute: Any = None
 
     @property
     def is_scan(self) -> bool:
@@ -158,8 +159,8 @@ class SourceCursor(Cursor):
         """
         if not self.rewind(self.start):
             return False
-        if isinstance(self._reader, FunctionLoader):
-            self._move_to(decode_position({**self.start, "state": None}))
+        if isinstance(self._reader, FunctionReader):
+            self._move_to(decode_position({**self.start, "state": None}), self._read)
         return True
 
     def close(self) -> None:
@@ -184,7 +185,7 @@ class SourceCursor(Cursor):
         """Whether a loop over the loader has neither ended nor been left."""
         return self.in_loop and not self.left_by_break
 
-    def next(self) -> tuple[AnyBatch, BatchId]:
+    def next(self) -> tuple[Any, BatchId]:
         """Reads the next batch, see `Cursor.next`.
 
         After its last block a scan does not begin another epoch, so that a restart with more
@@ -240,7 +241,6 @@ class Source:
         name: the name that the program has given, or an empty string.
         notices: a list that gets sentences for the log.
         retries: the attempts to read a batch after failures in the network, or None for one.
-        inform: called with lines about the progress of a long read.
 
     Attributes:
         skipped: ids of the batches to skip.
@@ -249,9 +249,7 @@ class Source:
         awaited: the position that no loop has begun again yet, or None.
     """
 
-    def __init__(
-        self, name: str, notices: list[str], *, retries: ReadRetries | None, inform: Inform
-    ) -> None:
+    def __init__(self, name: str, notices: list[str], *, retries: Retries | None) -> None:
         self.name = name
         self.skipped: set[BatchId] = set()
         self.current: SourceCursor | None = None
@@ -269,7 +267,6 @@ class Source:
         """Number of the next pass while no loader of this process has trained."""
         self._cursors: list[SourceCursor] = []
         self._retries = retries
-        self._inform = inform
         self._notices = notices
 
     @property
@@ -287,7 +284,7 @@ class Source:
             return self._least_pass
         return self.trained.next_pass
 
-    def find(self, loader: AnyLoader) -> SourceCursor | None:
+    def find(self, loader: Any) -> SourceCursor | None:
         """The cursor of a loader, which is compared by identity, or None for a new loader."""
         for cursor in self._cursors:
             if cursor.loader is loader:
@@ -298,7 +295,7 @@ class Source:
 
     def begin(
         self,
-        loader: AnyLoader,
+        loader: Any,
         place: Place,
         epochs: int | None,
         limit: Limit,
@@ -339,7 +336,7 @@ class Source:
             )
         self.end_pass()
         if cursor is None:
-            cursor = SourceCursor(self, loader, limit, retries=self._retries, inform=self._inform)
+            cursor = SourceCursor(self, loader, limit, retries=self._retries)
             self._keep(cursor)
         elif epoch is not None and cursor.named is not None and epoch <= cursor.named:
             raise DataError(

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from healcore.runtime.data.cursor import Inform, Limit
-from healcore.runtime.data.loader_adapter import ReadRetries, RewindObstacle
-from healcore.runtime.data.loader_parts import AnyLoader
+from healcore.runtime.data.cursor import Limit
 from healcore.runtime.data.positions import (
     BatchId,
     Place,
@@ -16,7 +14,11 @@ from healcore.runtime.data.positions import (
     check_positions,
     place_of,
 )
+from healcore.runtime.data.readers import RewindObstacle
 from healcore.runtime.data.source import EPOCH_LOST, Source, SourceCursor
+
+if TYPE_CHECKING:
+    from healcore.runtime.faults.retry import Retries
 
 MODEL_CHANGED = RewindObstacle(
     "the program would change the structure of its model again at the beginning of that epoch"
@@ -106,7 +108,6 @@ class Sources:
     at a start and at a rollback: `seek`. Loops read through `begin` and the cursor that it returns.
 
     Args:
-        inform: called with lines about the progress of a long read, or None.
         retries: the attempts to read a batch after failures in the network, or None for one.
 
     Attributes:
@@ -116,7 +117,7 @@ class Sources:
             others that a loop reads for steps, but not the loader of an evaluation.
     """
 
-    def __init__(self, *, inform: Inform | None = None, retries: ReadRetries | None = None) -> None:
+    def __init__(self, retries: Retries | None = None) -> None:
         self.epoch_loop = EpochLoop()
         self._notices: list[str] = []
         self.passes = 0
@@ -130,7 +131,6 @@ class Sources:
         """The epoch of such a loop plus 1, or 0 outside of one, see `Place`."""
         self._noticed: set[str] = set()
         """The notices so far: each is written once."""
-        self._inform: Inform = inform or (lambda line: None)
         self._retries = retries
 
     def __iter__(self) -> Iterator[SourceCursor]:
@@ -151,7 +151,7 @@ class Sources:
         """
         return self.last_trained is None and self._trained is None
 
-    def find(self, loader: AnyLoader) -> SourceCursor | None:
+    def find(self, loader: Any) -> SourceCursor | None:
         """The cursor of a loader, or None before its first use in this process."""
         for source in self._sources.values():
             cursor = source.find(loader)
@@ -216,7 +216,7 @@ class Sources:
 
     def begin(
         self,
-        loader: AnyLoader,
+        loader: Any,
         epochs: int | None,
         epoch: int | None = None,
         limit: Limit = None,
@@ -276,9 +276,7 @@ class Sources:
     def _source(self, name: str) -> Source:
         """The source of a name, which is made at its first use."""
         if name not in self._sources:
-            self._sources[name] = Source(
-                name, self._notices, retries=self._retries, inform=self._inform
-            )
+            self._sources[name] = Source(name, self._notices, retries=self._retries)
         return self._sources[name]
 
     def _begin_named_epoch(self, epoch: int) -> None:

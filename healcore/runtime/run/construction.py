@@ -135,7 +135,7 @@ def _add_data_parts(run: Run, *, keeps_contents: bool) -> None:
     retries = None
     if "retry" in run.policy.answers(Cause.NETWORK):
         retries = retries_of(run, "reading a batch")
-    run.loaders = Sources(inform=run.log.info, retries=retries)
+    run.loaders = Sources(retries)
     run.data_state = DataState(run.loaders)
     run.step_batches = StepBatches(
         loaders=run.loaders,

@@ -67,12 +67,8 @@ class Shuffled:
         def load_state_dict(self, state: dict[str, int]) -> None:
             vars(self).update(state)
 
-    def __init__(self) -> None:
-        self.passes = 0
-
     def __iter__(self) -> Iterator[Any]:
-        self.passes += 1
-        return self.Pass(self.passes)
+        return self.Pass(5)
 
 
 class OwnOrder:

@@ -131,29 +131,6 @@ def test_fast_forward_promises_no_order_that_is_not_checked(make, says):
     assert says in cursor.fast_forward(earlier.position())
 
 
-def test_another_order_of_an_epoch_that_begins_again_is_reported():
-    """No digest is known before the first batch, so the rewind itself cannot notice it."""
-    lines: list[str] = []
-    cursor = Cursor(plain(sampler=HiddenOrder()))
-    cursor.inform = lines.append
-    start = cursor.position()
-    take(cursor)
-    assert cursor.rewind(start)
-    assert not lines
-    take(cursor)
-    assert "epoch 0 has other rows than before" in lines[0]
-    assert len(lines) == 1
-    for kind in REWINDING:
-        if kind.name.startswith("DataLoader own"):
-            cursor = Cursor(kind.make())
-            cursor.inform = lines.append
-            start = cursor.position()
-            take(cursor, 2)
-            cursor.rewind(start)
-            take(cursor)
-    assert len(lines) == 1
-
-
 def test_fast_forward_stays_at_an_earlier_position_and_says_what_is_missing():
     longer = Cursor(range(9), epochs=3)
     take(longer, 9 + 6)

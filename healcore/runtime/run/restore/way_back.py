@@ -18,8 +18,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from healcore.runtime.data.loader_adapter import RewindObstacle
 from healcore.runtime.data.positions import positions_of_other_ranks
+from healcore.runtime.data.readers import RewindObstacle
 from healcore.runtime.data.source import EPOCH_LOST
 from healcore.runtime.driver import Engines, Rates
 from healcore.runtime.run.checkpoints.saver import SaveReason

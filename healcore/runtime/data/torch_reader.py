@@ -1,0 +1,324 @@
+"""Reads a `torch.utils.data.DataLoader`, which records no position of its own.
+
+The samplers draw the order of an epoch from random generators when the epoch begins. A position is
+the states of the generators at that moment, and the number of batches read since. To return, the
+states are set, the samplers draw the order again, and the indices of the earlier batches are passed
+without reading the data. This includes loaders that Accelerate, Fabric and trainers make from a
+DataLoader.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+import zlib
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
+from typing import Any
+
+from healcore.events.kinds import MAX_ROWS
+from healcore.runtime.data.loaders import generators_of, is_type, samplers_of
+from healcore.runtime.data.positions import DataError
+from healcore.runtime.data.random_states import RandomStates, random_states, set_random_states
+from healcore.runtime.data.readers import Reader, ReaderState
+
+EPOCH_BEGUN = "_healcore_begun"
+"""Attribute of a loader whose next epoch other code has begun: `iter` has drawn a seed."""
+_KEPT_ITEMS = 64
+"""Number of batches whose rows and digests are kept, besides those that are read ahead."""
+_WRAPPERS = (
+    ("accelerate.data_loader", "DataLoaderShard", "base_dataloader"),
+    ("lightning", "_FabricDataLoader", "_dataloader"),
+)
+"""Package and class of a loader around a DataLoader, and the attribute that has the DataLoader."""
+
+
+class UnreadableBatch:
+    """Takes the place of a batch whose reading raised, until the `Cursor` raises the error.
+
+    Wrappers and trainers read in generators, and a generator that raises is finished. This object
+    passes through the generator as a batch, so the next batches can still be read.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+def catch_unreadable(batches: Iterator[Any]) -> Iterator[Any]:
+    """Yields batches, and an `UnreadableBatch` where reading raises."""
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except Exception as error:
+            batch = UnreadableBatch(error)
+        yield batch
+
+
+class _Inner:
+    """A DataLoader inside a wrapper, which gets an `UnreadableBatch` where reading raises."""
+
+    def __init__(self, loader: Any, batches: Iterable[Any]) -> None:
+        self._loader = loader
+        self._batches = batches
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return catch_unreadable(iter(self._batches))
+
+
+def _attribute_of_base(loader: Any) -> str:
+    """The attribute with the DataLoader inside a wrapper, or "" for another loader."""
+    for package, name, attribute in _WRAPPERS:
+        if is_type(loader, package, name):
+            return attribute
+    return ""
+
+
+def _base_of(loader: Any) -> Any:
+    """The DataLoader inside a wrapper, or the loader itself."""
+    attribute = _attribute_of_base(loader)
+    return getattr(loader, attribute) if attribute else loader
+
+
+def is_replayable(loader: Any) -> bool:
+    """Whether a loader is or wraps a DataLoader of a map-style dataset, with torch's `__iter__`.
+
+    The order of such a loader follows from the random states at the start of the epoch alone. A
+    subclass with an `__iter__` of its own may do anything, and is read as any other loader.
+    """
+    package, base = "torch.utils.data", _base_of(loader)
+    if not is_type(base, package, "DataLoader") or not getattr(base, "in_order", True):
+        return False
+    has_own_iter = type(base).__iter__ is not sys.modules[package].DataLoader.__iter__
+    if has_own_iter and _attribute_of_base(loader) != "base_dataloader":
+        return False
+    return not is_type(base.dataset, package, "IterableDataset")
+
+
+def _with(loader: Any, **attributes: Any) -> Any:
+    """A shallow copy with other attributes, which `setattr` of a DataLoader refuses."""
+    copied = object.__new__(type(loader))
+    vars(copied).update(vars(loader) | attributes)
+    return copied
+
+
+class TorchReader(Reader):
+    """Reads copies of a loader for which `is_replayable` is true; their sampler records the order.
+
+    The user's loader keeps its own sampler, and can be read at the same time, for example by an
+    evaluation. Each epoch has a new copy, because the loop may set attributes between two epochs.
+    """
+
+    kind = "dataloader"
+    replays = True
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader)
+        base = _base_of(loader)
+        self._order_name = "sampler" if base.batch_sampler is None else "batch_sampler"
+        self.generators = generators_of(loader, base, base.dataset, *samplers_of(loader))
+        reads_ahead = base is not loader or base.num_workers > 0
+        self.draws_in_order = not reads_ahead
+        ahead = base.num_workers * (base.prefetch_factor or 0) + 1  # a wrapper reads one ahead
+        self._order = _RecordedOrder(
+            getattr(base, self._order_name), self.generators, ahead + _KEPT_ITEMS
+        )
+        self._base: Any = None
+        """The copy of the DataLoader that was read last, or None."""
+        self._draws_first = False
+        """Whether the samplers draw the order of the next epoch before `iter` draws a seed."""
+        self._drew_first = False
+        """The same of the epoch that has begun."""
+
+    @property
+    def _workers(self) -> Any:
+        """The iterator with persistent workers, which draws no seed in another epoch, or None."""
+        return self._base._iterator if getattr(self._base, "persistent_workers", False) else None
+
+    def begin(self) -> Iterator[Any]:
+        """Begins an epoch, whose order is drawn when its first batch is read."""
+        is_marked = vars(_base_of(self.loader)).pop(EPOCH_BEGUN, False)
+        draws_first = self._draws_first or is_marked
+        self._drew_first, self._draws_first = draws_first or self._workers is not None, False
+        self._order.reset()
+        if not draws_first or self._workers is not None:
+            return self._batches()
+        after = self._order.draw(random_states(self.generators))
+        batches = self._batches(begins_now=True)
+        set_random_states(after, self.generators)
+        return batches
+
+    def state(self, index: int, *, newest: bool) -> ReaderState:
+        """The random states of before the order was drawn, and the digest of the batches since.
+
+        At the first batch of an epoch the order is not drawn yet.
+        """
+        if index == 0:
+            return {"draws_first": self._drew_first}
+        return {"random": self._order.start, "digest": self._order.digest(index)}
+
+    def state_between(self) -> ReaderState:
+        """The state before the first batch of the next epoch."""
+        return {"draws_first": self._draws_first or self._workers is not None}
+
+    def resume(self, state: ReaderState, index: int) -> tuple[Iterator[Any] | None, int]:
+        """Draws the order of the epoch again, and passes the indices of the earlier batches.
+
+        The digest notices a sampler that draws from an unknown source, before a batch is read.
+        """
+        if "draws_first" in state:
+            self._draws_first = state["draws_first"]
+            if not self._draws_first:
+                self._base = None  # ends workers that were started later
+            return None, 0
+        after = self._order.draw(state["random"], index, tuple(state["digest"]))
+        batches = self._batches(begins_now=True)
+        set_random_states(after, self.generators)
+        return batches, index
+
+    def _batches(self, *, begins_now: bool = False) -> Iterator[Any]:
+        """The batches of a new copy of the loader.
+
+        Args:
+            begins_now: whether a DataLoader in a wrapper begins before the first batch is read.
+        """
+        loader, base = self.loader, _base_of(self.loader)
+        # Attributes of a DataLoader that has not begun an epoch, also of a StatefulDataLoader.
+        unbegun = {"_iterator": self._workers, "_initial_iter_for_state_dict": False}
+        copied = self._base = _with(base, **{self._order_name: self._order}, **unbegun)
+        if base is not loader:
+            return _read_through(loader, _Inner(copied, iter(copied) if begins_now else copied))
+        return iter(copied)
+
+    def rows(self, index: int) -> list[int] | None:
+        """The first indices of the batch, or None if they are no numbers."""
+        item = self._order.item(index)
+        try:
+            items = item[:MAX_ROWS]
+        except (TypeError, LookupError):
+            items = [item]
+        try:
+            return [operator.index(each) for each in items] or None
+        except TypeError:
+            return None
+
+    def can_read_again(self) -> bool:
+        """Whether this rank alone can begin: Accelerate sends random states to the other ranks."""
+        distributed = sys.modules["torch"].distributed
+        is_alone = not distributed.is_initialized() or distributed.get_world_size() == 1
+        return is_alone or not getattr(self.loader, "rng_types", None)
+
+
+def _read_through(loader: Any, inner: _Inner) -> Iterator[Any]:
+    """The batches of a DataLoader as a wrapper passes them, with the wrapper's own counts."""
+    wrapper = _with(loader, **{_attribute_of_base(loader): inner})
+    if hasattr(loader, "_num_iter_calls"):
+        loader._num_iter_calls += 1
+    yield from wrapper
+    if hasattr(loader, "iteration"):
+        loader.iteration = wrapper.iteration
+
+
+Item = Any
+"""What a sampler yields: the index of a row, or the list of the indices of a batch."""
+Digest = tuple[int, ...]
+"""A number of items, and the CRC of all of them."""
+
+
+class _RecordedOrder:
+    """The items of a sampler, and the random states from which their order follows.
+
+    The copied DataLoader has this object in place of its sampler or batch sampler, and iterates
+    over it once in each epoch.
+
+    Args:
+        sampler: the sampler or batch sampler.
+        generators: random generators of the loader and its parts, besides the global ones.
+        kept: number of items that are kept.
+
+    Attributes:
+        start: the random states before the order of this epoch was drawn.
+    """
+
+    def __init__(self, sampler: Iterable[Item], generators: list[Any], kept: int) -> None:
+        self._sampler = sampler
+        self._generators = generators
+        self._kept = kept
+        self.reset()
+
+    def reset(self) -> None:
+        """Begins a new epoch, whose order is drawn when its first index is read."""
+        self.start: RandomStates = {}
+        self._items: dict[int, tuple[Item, int]] = {0: (None, 0)}
+        """Number of items -> the last of them, and the CRC of all of them."""
+        self._drawn: Iterator[Item] | None = None
+        """The rest of an order of `draw`, until it is read, or None."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes of the sampler, such as `set_epoch` and `batch_size`, except its state."""
+        if name.startswith("_") or name in ("state_dict", "load_state_dict"):
+            raise AttributeError(name)
+        return getattr(self._sampler, name)
+
+    def __len__(self) -> int:
+        return len(self._sampler)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Item]:
+        return self._drawn or self._begun()
+
+    def item(self, count: int) -> Item:
+        """The last one of the first `count` items, or None if it is not kept."""
+        return self._items.get(count, (None, 0))[0]
+
+    def digest(self, count: int) -> Digest:
+        """The digest of the first `count` items; (0, 0), which fits any order, if unknown."""
+        return (count, self._items[count][1]) if count in self._items else (0, 0)
+
+    def draw(self, states: RandomStates, skip: int = 0, digest: Digest = (0, 0)) -> RandomStates:
+        """Sets random states, draws an order and passes its first `skip` items.
+
+        Returns:
+            The random states after the order was drawn.
+
+        Raises:
+            DataError: the order is not the order of `digest`. The current order is unchanged.
+        """
+        set_random_states(states, self._generators)
+        items, passed = iter(self._sampler), {0: (None, 0)}
+        for count in range(1, skip + 1):
+            self._keep(passed, count, next(items, None))
+            if count == digest[0] and passed[count][1] != digest[1]:
+                raise DataError(
+                    "the samplers do not give the same order again: they draw from a generator "
+                    "that is neither a global one nor an attribute of theirs, or the dataset has "
+                    "changed"
+                )
+        # A sampler draws the order when its first item is read. Only this item is read, because
+        # some samplers draw again at each item.
+        first = [] if skip else list(islice(items, 1))
+        self.start, self._items = states, passed
+        self._drawn = self._noted(chain(first, items), skip)
+        return random_states(self._generators)
+
+    def _begun(self) -> Iterator[Item]:
+        """Draws the order of a new epoch, and yields its items."""
+        self.reset()
+        self.start = random_states(self._generators)
+        yield from self._noted(iter(self._sampler), 0)
+
+    def _noted(self, items: Iterator[Item], count: int) -> Iterator[Item]:
+        """Yields items, and keeps each before the loader takes it."""
+        self._drawn = None  # the next `iter` begins another epoch; with workers, `iter` runs twice
+        for item in items:
+            count += 1
+            self._keep(self._items, count, item)
+            yield item
+
+    def _keep(self, kept: dict[int, tuple[Item, int]], count: int, item: Item) -> None:
+        """Keeps an item with the digest of all items up to it."""
+        kept[count] = item, zlib.crc32(repr(item).encode(), kept[count - 1][1])
+        kept.pop(count - self._kept, None)
