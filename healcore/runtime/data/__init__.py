@@ -1,20 +1,14 @@
 """The position of a run in its data, for any loader: rewind, skip batches, resume.
 
-A user's loader:
-    loader_parts       what healcore looks for in a loader, and finds there
-    random_states      the global random generators, read and restored
+    random_states      the random generators, read and restored
+    loaders            what healcore looks for in a user's loader, and finds there
+    positions          ids of batches, positions for a checkpoint
 
-The readers, one for each kind of loader:
-    loader_adapter     the protocol of a reader: begins epochs, saves and restores the state
-    adapter_choice     which reader a loader gets
-    stateful_loaders   loaders with a state, by `state_dict`, by an iterator, or by an index
-    torch_loader       torch's DataLoader of a map-style dataset
-    function_loader    a function that makes a stream again
+    readers            the protocol of a reader: begins an epoch, returns to a place; simple readers
+    torch_reader       the reader of torch's DataLoader of a map-style dataset
+    reader_choice      which reader a loader gets, and the reader of a function
     scan_blocks        the blocks of a loop that JAX compiles as a whole
 
-The batches of one loader:
-    positions          ids of batches, positions for a checkpoint
-    sampler_epochs     the numbers that `set_epoch` of samplers gets
     cursor             reads epochs, skips batches, reads again after failures, moves to positions
 
 All sources of a run:
