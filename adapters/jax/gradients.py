@@ -14,7 +14,7 @@ import functools
 import math
 import operator
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -145,17 +145,21 @@ def fill_where(tree: Tree, condition: jax.typing.ArrayLike, value: float) -> Tre
     return _changed(tree, lambda leaf: _filled(leaf, condition, value))
 
 
-def fill_nonfinite(tree: Tree) -> Tree:
-    """Replaces every NaN and Inf of some updates by -0.0, which keeps these parameters.
+def fill_nonfinite(update: jax.Array, parts: Iterable[jax.Array]) -> jax.Array:
+    """Replaces every NaN and Inf of an update by -0.0, which keeps these parameters.
 
-    Only for an optimizer that may make them. The test is a second use of the update, so LLVM
-    contracts no product of the optimizer into the sum of the parameter. SGD would end with other
-    last bits than without `protect`.
+    Only for an optimizer that may make them. If the update is a product, its factors are tested: a
+    test of the product is a second use, with which LLVM does not contract the product into the sum
+    of the parameter. RMSprop would end with other last bits than without `protect`.
 
     Args:
-        tree: the updates.
+        update: the update of one tensor.
+        parts: the factors of the update, or the update itself.
     """
-    return _changed(tree, lambda leaf: _filled(leaf, ~jnp.isfinite(leaf), -0.0))
+    is_finite: Any = True
+    for part in parts:
+        is_finite &= jnp.isfinite(part)
+    return _filled(update, ~is_finite, -0.0)
 
 
 def _filled(leaf: jax.Array, condition: jax.typing.ArrayLike, value: float) -> jax.Array:

@@ -52,7 +52,7 @@ from jax.extend import core as jex
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from healcore.core.errors import CommitError
-from healcore.jax.gradients import is_gradient
+from healcore.jax.gradients import fill_nonfinite, is_gradient
 from healcore.jax.trees import Leaf, PyTree, differences, forms
 
 Atom: TypeAlias = Any
@@ -175,7 +175,14 @@ class OptimizerStep:
         return eval_jaxpr(part, self._closed.consts, *inputs)[0]
 
     def take_or_skip(
-        self, skip: jax.Array, old: PyTree, updates: PyTree, state: PyTree, params: PyTree
+        self,
+        skip: jax.Array,
+        old: PyTree,
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree,
+        *,
+        fills: bool,
     ) -> tuple[Any, Any]:
         """Runs the step, and keeps the old state bit-identical on a skip.
 
@@ -188,6 +195,7 @@ class OptimizerStep:
             updates: the gradients.
             state: the state to step from, such as `old` with other numbers.
             params: the parameters.
+            fills: whether elements keep their weights where the optimizer makes NaN or Inf of them.
 
         Returns:
             The updates and the state after the step. On a skip the updates are meaningless and must
@@ -223,6 +231,13 @@ class OptimizerStep:
         for place in range(len(old_leaves)):
             if place not in selected:
                 found[first + place] = keep(place, found[first + place])
+        if fills and self.may_divide_by_zero():
+            # A literal has no hash.
+            factors = {id(e.outvars[0]): e.invars for e in jaxpr.eqns if e.primitive.name == "mul"}
+            for place, var in enumerate(jaxpr.outvars[:first]):
+                if is_gradient(found[place]):
+                    parts = map(read, factors.get(id(var), [var]))
+                    found[place] = fill_nonfinite(found[place], parts)
         return jax.tree.unflatten(jax.tree.structure(self._outputs), found)
 
 

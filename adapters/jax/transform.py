@@ -500,13 +500,13 @@ class Protection:
         # Replaces bad gradients by zeros, so that a loop in the optimizer (line search,
         # Newton-Schulz) terminates. XLA fuses this with the scaling, at no cost.
         updates = gradients.fill_where(updates, skip, 0.0)
-        updates, inner_state = traced.take_or_skip(skip, old, updates, given_state, arrays)
+        updates, inner_state = traced.take_or_skip(
+            skip, old, updates, given_state, arrays, fills=heals
+        )
         if numbers is not None:
             inner_state = optax_states.with_program_numbers(inner_state, given_state, old)
         if scales_updates:
             updates = gradients.scale(updates, decision.lr_scale)
-        if heals and traced.may_divide_by_zero():
-            updates = gradients.fill_nonfinite(updates)
         updates = gradients.fill_where(updates, skip, -0.0)
         return updates, ProtectState(healing, resets, inner_state)
 

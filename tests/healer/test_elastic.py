@@ -120,9 +120,9 @@ def check(root: Path) -> None:
     store = DCPStore(root / "store")
     for saved in store.checkpoints():
         store.verify(saved.step)
-        parts = sorted(Path(str(saved.path)).glob("state-rank-*.json"))
-        trees = [json.loads(part.read_text())["own"]["tree"]["dict"] for part in parts]
-        assert {dict(tree)["step"] for tree in trees} == {saved.step}, (saved, trees)
+        _, *ranks = json.loads((Path(str(saved.path)) / "state.json").read_text())
+        trees = [rank["own"]["tree"]["dict"] for rank in ranks]
+        assert [dict(tree)["step"] for tree in trees] == [saved.step] * WORLD, (saved, trees)
     assert store.damaged() == [], store.damaged()
 
 

@@ -20,6 +20,8 @@ OPTIMIZERS = {
     "adam": lambda: optax.adam(0.01),
     "adamw": lambda: optax.adamw(0.01),
     "rmsprop": lambda: optax.rmsprop(0.01),
+    "adagrad": lambda: optax.adagrad(0.01),
+    "nadam": lambda: optax.nadam(0.01),
 }
 WAYS = {
     "protect": lambda inner: protect(inner, clip=CLIP),
@@ -75,6 +77,18 @@ def test_a_fixed_clip_has_the_bits_of_optax(name: str, way: str):
     inner = OPTIMIZERS[name]
     twin = optax.chain(optax.clip_by_global_norm(0.1), inner())
     assert_same_bits(*runs(WAYS[way](inner()), twin, weights()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sgd", "momentum"])
+def test_without_averages_also_the_optimized_program_has_the_bits(name: str):
+    """Where XLA optimizes, it computes a moving average in another way in each program."""
+    few = jax.config.read("jax_disable_most_optimizations")
+    try:
+        jax.config.update("jax_disable_most_optimizations", False)
+        test_a_fixed_clip_has_the_bits_of_optax(name, "protect")
+    finally:
+        jax.config.update("jax_disable_most_optimizations", few)
 
 
 def test_a_half_precision_norm_that_overflows_is_clipped_in_float32():

@@ -241,8 +241,11 @@ def placed(draw: st.DrawFn, name: str, kind: Kind, step: int) -> Interruption:
             places = ("after",)
         if name == "trainer":  # not noticed at the end of an epoch (DIFFERENT)
             step = max(16, step - step % 16 + min(step % 16, 5))
-    if kind == "break" and name == "epochs" and step % 16 == 15:
-        step -= 1
+    if kind == "break":
+        # A loop that has read a batch and taken no step is a fault of the program (IncompleteRun).
+        step = max(step, 1)
+        if name == "epochs" and step % 16 == 15:
+            step -= 1
     if name == "jax_scan":
         places = ("after",)
     return Interruption(kind, step, draw(st.sampled_from(places)))

@@ -181,7 +181,11 @@ def test_a_rate_that_jumps_is_limited_to_the_last_healthy_one(tmp_path, undistur
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("start", "curvature", "raised", "restored"),
-    [(3.0, 0.1, {}, {0, 100}), (0.005, 0.5, {199: 2.05, 219: 0.005}, {100, 200})],
+    [
+        (3.0, 0.1, {}, {0, 100}),
+        (0.005, 0.5, {199: 2.05, 219: 0.005}, {100, 200}),
+        (0.005, 0.5, {199: 2.2, 219: 0.005}, {100, 200}),
+    ],
 )
 def test_a_rate_that_is_too_high_does_not_stay(tmp_path, start, curvature, raised, restored):
     """Updates diverge above 2 / curvature. The program sets the rates `raised` by its own count.
@@ -208,7 +212,7 @@ def test_a_rate_that_is_too_high_does_not_stay(tmp_path, start, curvature, raise
             loss.backward()
             optimizer.step()
     assert {e["checkpoint"] for e in events(tmp_path, "rollback")} == restored
-    assert float(loss.detach()) < 1.2
+    assert float(loss.detach()) < 1.3, "above 3 if the damage stays"
     assert group["lr"] * healer.metrics()["heal/lr_scale"] < 2.0, "below what broke it, to the end"
 
 

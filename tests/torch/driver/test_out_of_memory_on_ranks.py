@@ -105,7 +105,6 @@ def test_all_ranks_try_larger_parts_in_the_same_step(of: Of):
     assert problem.startswith(
         f"rank 1: a part of {BATCH} samples (of {BATCH}) does not fit into memory"
     )
-    assert "larger parts are tried again after 2 steps" in problem
 
 
 @pytest.mark.parametrize(

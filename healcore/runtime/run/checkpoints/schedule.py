@@ -62,6 +62,7 @@ class SaveSchedule:
         """Interval in which the ranks have last exchanged whether saves are slow, or None."""
         self._is_slow = False
         """Whether the saves of a rank had taken too long at the last exchange."""
+        self._slow_saves_reported = False
 
     def due(self) -> bool:
         """Whether a regular save is due, and possible. Called once per dispatch.
@@ -98,11 +99,14 @@ class SaveSchedule:
         return self._is_slow
 
     def _warn(self) -> None:
-        """Warns that nothing was saved for long, and why."""
+        """Warns that nothing was saved for long, and why. Slow saves are a reason only once."""
         why = "alarms delay the save"
         if not self.may_save:
             why = "an optimizer has gradients that it has not stepped with: step or zero_grad()"
         elif self._is_slow:
+            if self._slow_saves_reported:
+                return
+            self._slow_saves_reported = True
             why = f"saves have taken {self._saving_s:.0f} s, more than 1 % of the time; "
             why += "Checkpoints(every=N) saves every N steps"
         saved = self.last_saved

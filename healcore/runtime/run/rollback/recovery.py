@@ -31,7 +31,7 @@ from healcore.runtime.run.healthy_ranges import HealthyValues
 from healcore.runtime.run.rollback import report
 from healcore.runtime.run.rollback.host_rules import HostRules
 from healcore.runtime.run.rollback.nonfinite import SERIOUS
-from healcore.runtime.run.rollback.remedy import Facts, Outcome, Remedy, remedy
+from healcore.runtime.run.rollback.remedy import Facts, Outcome, RateFact, Remedy, remedy
 from healcore.runtime.run.trouble import RollbackRecord, Trouble, TroubleCause
 from healcore.runtime.store.checkpoints import NoGoodCheckpoint, StateMismatch, StoreError
 from healcore.runtime.store.ranks import broadcast
@@ -366,7 +366,8 @@ class Recovery:
     ) -> tuple[list[int], Envelope]:
         """Looks for a snapshot since which something new is unusual. Collective.
 
-        The newest sound snapshot may already have a part of the trouble.
+        The newest sound snapshot may already have a part of the trouble: a number that has left its
+        range before it, or, if nothing else is unusual, a rate.
 
         Args:
             trouble: the trouble.
@@ -382,6 +383,10 @@ class Recovery:
                 found = holding.outside(trouble, step, healthy[step]).beyond(holding.envelope)
                 if found:
                     return steps[place:], found
+        if trouble.cause is TroubleCause.BETTER_WEIGHTS:
+            for step, known in healthy.items():
+                if holding.rate_fact(trouble, step, known) is RateFact.HIGHER:
+                    return steps[steps.index(step) :], Envelope()
         return steps, Envelope()
 
     def _facts(

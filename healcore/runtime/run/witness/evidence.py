@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import random
 import statistics
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -36,6 +35,7 @@ MIN_AGE = 0.5
 """Min age of a compared anchor, as a share of the run so far, up to one checkpoint interval."""
 ROUNDING = 1e-6
 """Relative difference up to which two float32 losses are equal."""
+_64_BITS = (1 << 64) - 1
 
 
 class ObservedBatch(NamedTuple):
@@ -189,8 +189,11 @@ def _add_to_sample(sample: list[TrainedStep], trained: TrainedStep, seen: int, s
 
 
 def _mixed(seed: int, number: int) -> int:
-    """32 bits that look random, equal on all ranks."""
-    return zlib.crc32(f"{number} {seed}".encode())
+    """64 bits that look random, of two whole numbers (the finalizer of SplitMix64)."""
+    bits = (seed * 0x9E3779B97F4A7C15 + number * 0xD1B54A32D192ED03) & _64_BITS
+    bits = ((bits ^ bits >> 30) * 0xBF58476D1CE4E5B9) & _64_BITS
+    bits = ((bits ^ bits >> 27) * 0x94D049BB133111EB) & _64_BITS
+    return bits ^ bits >> 31
 
 
 @dataclass
