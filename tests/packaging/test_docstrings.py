@@ -228,7 +228,7 @@ def test_the_names_in_docstrings_exist(code: CodeBase):
         "healcore.core.no_such_module",
         "torch_loader.check_division",
         "Engine.no_such_method",
-        "HeldNumber.before",
+        "Held.before",
         "steps.LAG",
         "Loop.after_step.no_such_member",
     ],

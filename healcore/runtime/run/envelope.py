@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
 from pydantic import ConfigDict
 
-from healcore.core.array_namespace import SIGNAL_LIMIT
 from healcore.runtime.data import BatchId
 from healcore.runtime.driver import NumberRange
 
@@ -17,51 +15,18 @@ SavedRate: TypeAlias = dict[str, Any]
 """The learning-rate part of an engine state: multiplier, ceiling and cuts, as JSON-safe values."""
 
 
-class HeldNumber(NamedTuple):
-    """A number of an optimizer that is held in its healthy range.
+class Held(NamedTuple):
+    """A value that is held in its healthy range: a number of an optimizer, or a gradient norm.
 
-    The optimizer uses a healthy value instead of the value that the program sets, until the program
-    sets a value within the range again.
+    The optimizer uses a healthy number instead of the number that the program sets, until the
+    program sets a number within the range again. A norm leaves its range at single steps, so its
+    limit stays: larger gradients are scaled down before the update, as by clipping.
     """
 
     bounds: NumberRange
     """Lowest and highest healthy value, and the value that is held."""
-    program_value: float | None
-    """The value outside of the range that the program has set; None for NaN and Inf."""
-
-
-class HeldNorm(NamedTuple):
-    """A gradient norm that is limited to the largest healthy norm.
-
-    Gradients above the limit are scaled down before the update, as by clipping. A norm leaves its
-    range at single steps, so that it is in its range now says nothing about the next step: the
-    limit stays, and grows with the norms of the run.
-    """
-
-    limit: float
-    """Largest norm from now on."""
-    reached: float
-    """Largest norm at the onset of the trouble."""
-    typical: float | None = None
-    """Median of the norms of the program to which `limit` belongs; None before a checkpoint."""
-
-    def following(self, typical: float) -> HeldNorm:
-        """The limit after a checkpoint at which the norms had the median `typical`.
-
-        It grows as the median grows, and never falls: a norm that is held would pull itself down.
-
-        Args:
-            typical: median of the last gradient norms.
-
-        Returns:
-            A copy with the new limit. The first call only keeps the median, to which later medians
-            are compared.
-        """
-        if self.typical is None:
-            return self._replace(typical=typical)
-        if not typical > self.typical > 0:
-            return self
-        return self._replace(limit=self.limit * typical / self.typical, typical=typical)
+    outside: float | None
+    """The value of the program that was outside; None for NaN and Inf."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +43,9 @@ class Envelope:
     is_guess: bool = False
     """Whether the ceilings are a guess, because no healthy rate was known at the start of the run.
     They then end at the first healthy checkpoint."""
-    numbers: dict[str, HeldNumber] = field(default_factory=dict)
+    numbers: dict[str, Held] = field(default_factory=dict)
     """Name, see `Driver.numbers` -> the number."""
-    norms: dict[str, HeldNorm] = field(default_factory=dict)
+    norms: dict[str, Held] = field(default_factory=dict)
     """Engine name -> the limit of its gradient norm."""
     left_out: tuple[BatchId, ...] = ()
     """Batches that are not read."""
@@ -133,7 +98,7 @@ class Envelope:
     @property
     def norm_limits(self) -> dict[str, float]:
         """Engine name -> limit of the gradient norm."""
-        return {name: each.limit for name, each in self.norms.items()}
+        return {name: each.bounds.high for name, each in self.norms.items()}
 
     def sentences(self) -> list[str]:
         """What is held and where, for the line and the report of a rollback.
@@ -142,40 +107,16 @@ class Envelope:
             One sentence for each number and norm: "momentum held at 0.9, the program sets 0.1".
         """
         lines = []
-        for name, number in self.numbers.items():
-            program = "NaN or Inf"
-            if number.program_value is not None:
-                program = f"{number.program_value:.4g}"
-            lines.append(f"{name} held at {number.bounds.last:.4g}, the program sets {program}")
-        for name, norm in self.norms.items():
-            of = ""
+        for name, each in self.numbers.items():
+            program = "NaN or Inf" if each.outside is None else f"{each.outside:.4g}"
+            lines.append(f"{name} held at {each.bounds.last:.4g}, the program sets {program}")
+        for name, each in self.norms.items():
+            of = f' of "{name}"' if name else ""
             if name.isdigit():  # the place of an optimizer in a tuple
                 of = f" of state[{name}]"
-            elif name:
-                of = f' of "{name}"'
-            reached = f"{norm.reached:.4g}"
-            if norm.reached >= SIGNAL_LIMIT:
-                reached += " or more"
-            lines.append(f"gradient norm{of} kept below {norm.limit:.4g} (it was {reached})")
+            limit = f"{each.bounds.high:.4g}"
+            lines.append(f"gradient norm{of} kept below {limit} (it was {each.outside:.4g})")
         if self.frozen is not None:
             first, last = self.frozen
             lines.append(f"steps {first} to {last} are frozen: they change no weights")
         return lines
-
-
-def held_number(bounds: NumberRange, seen: NumberRange) -> HeldNumber | None:
-    """The number that holds a value which has left its range, or None if it has not left it.
-
-    Args:
-        bounds: lowest, highest and last healthy value.
-        seen: lowest, highest and last value of the program.
-    """
-    value = seen.low
-    if seen.high > bounds.high:
-        value = seen.high
-    if bounds.low <= value <= bounds.high:
-        return None
-    program_value = None
-    if math.isfinite(value):
-        program_value = value
-    return HeldNumber(bounds, program_value)

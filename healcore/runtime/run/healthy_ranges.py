@@ -7,17 +7,20 @@ begins is a suspect, and a rollback holds it in its range (`envelope.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pydantic import ConfigDict
 
 from healcore.runtime.driver import NumberRange
-from healcore.runtime.run.envelope import Envelope, HeldNorm, held_number
+from healcore.runtime.run.envelope import Envelope, Held
 
 UNUSUAL_NORM = 3.0
 """A gradient norm is unusual above this many times the largest healthy one."""
+OLDER_NORM = 1 - 1 / 500
+"""Factor on the largest healthy norm at each healthy step: the norms of the first steps of a run
+are large, and say little about later steps."""
 RATE_TOLERANCE = 1.0001
 """A rate is above another from this ratio on: two float32 computations of one rate differ less."""
 
@@ -39,19 +42,6 @@ class HealthyNumber(NamedTuple):
     change: float = 0.0
     """How much `last` rose between the last two healthy checkpoints, for a scheduled value."""
 
-    def extended(self, seen: NumberRange) -> HealthyNumber:
-        """The range with the values since then.
-
-        Args:
-            seen: lowest, highest and last value since the newest healthy checkpoint.
-        """
-        return HealthyNumber(
-            low=min(self.low, seen.low),
-            high=max(self.high, seen.high),
-            last=seen.last,
-            change=seen.last - self.last,
-        )
-
     def bounds(self, intervals: float = 1.0) -> NumberRange:
         """The healthy range and the value to hold, with room for a schedule to continue.
 
@@ -68,12 +58,12 @@ class HealthyNumber(NamedTuple):
         return NumberRange(self.low - room, self.high + room, self.last)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class HealthyValues:
     """What was learnt up to one healthy checkpoint.
 
-    An object never changes, and anchors share it: after a rollback, the run must judge by what it
-    knew at the restored checkpoint, and not by what it learnt while the trouble was growing.
+    Each checkpoint has its own: after a rollback, the run must judge by what it knew at the
+    restored checkpoint, and not by what it learnt while the trouble was growing.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -97,27 +87,45 @@ class HealthyValues:
             norms=self.norms | better.norms,
         )
 
-    def with_checkpoint(
-        self,
-        rates: Mapping[str, NumberRange],
-        seen: Mapping[str, NumberRange],
-        norms: Mapping[str, float],
-    ) -> HealthyValues:
-        """The values, extended by the values of one more healthy checkpoint.
+    def add_step(
+        self, norms: Mapping[str, float], rates: Mapping[str, float], limits: Mapping[str, float]
+    ) -> None:
+        """Adds a healthy step between two checkpoints. A schedule may have its peak there.
 
         Args:
-            rates: engine name -> its learning rates since the last healthy checkpoint.
-            seen: result of `Driver.numbers`.
-            norms: engine name -> largest healthy gradient norm so far.
+            norms: engine name -> gradient norm.
+            rates: engine name -> learning rate.
+            limits: engine name -> limit of its norm. A norm above it is not healthy.
         """
-        return HealthyValues(
-            rates=_extended(self.rates, rates),
-            numbers=_extended(self.numbers, seen),
-            norms={**norms},
-        )
+        for name, norm in norms.items():
+            if math.isfinite(norm) and norm <= limits.get(name, math.inf):
+                self.norms[name] = max(norm, OLDER_NORM * self.norms.get(name, 0.0))
+        for name, rate in rates.items():
+            if math.isfinite(rate):
+                known = self.rates.get(name, HealthyNumber(rate, rate, rate))
+                low, high = min(known.low, rate), max(known.high, rate)
+                self.rates[name] = known._replace(low=low, high=high)
+
+    def add_checkpoint(self, rates: Mapping[str, float], seen: Mapping[str, NumberRange]) -> None:
+        """Adds a healthy checkpoint. Values with NaN or Inf are not learnt.
+
+        Args:
+            rates: engine name -> its learning rate.
+            seen: result of `Driver.numbers`.
+        """
+        of_rates = {name: NumberRange(rate, rate, rate) for name, rate in rates.items()}
+        for ranges, added in ((self.rates, of_rates), (self.numbers, seen)):
+            for name, each in added.items():
+                if all(map(math.isfinite, each)):
+                    known = ranges.get(name, HealthyNumber(*each))
+                    low, high = min(known.low, each.low), max(known.high, each.high)
+                    ranges[name] = HealthyNumber(low, high, each.last, each.last - known.last)
 
     def outside(
-        self, seen: Mapping[str, NumberRange], norms: Mapping[str, float], intervals: float
+        self,
+        seen: Mapping[str, NumberRange],
+        norms: Iterable[Mapping[str, float]],
+        intervals: float,
     ) -> Envelope:
         """What was outside of its healthy range, to be held in it.
 
@@ -125,22 +133,23 @@ class HealthyValues:
 
         Args:
             seen: result of `Driver.numbers`.
-            norms: engine name -> largest gradient norm at the trouble.
+            norms: gradient norms by engine name, of each step that may have caused the trouble.
             intervals: checkpoint intervals since these values were learnt; may be a fraction.
-
-        Returns:
-            The numbers with their healthy bounds, and the limits of the norms.
         """
-        numbers = {}
+        numbers, limits = {}, {}
         for name, each in seen.items():
-            if name in self.numbers:
-                held = held_number(self.numbers[name].bounds(intervals), each)
-                if held is not None:
-                    numbers[name] = held
-        limits = {}
-        for name, norm in norms.items():
-            if self.is_unusual_norm(name, norm):
-                limits[name] = HeldNorm(self.norms[name], norm)
+            if name not in self.numbers:
+                continue
+            bounds = self.numbers[name].bounds(intervals)
+            value = each.high if each.high > bounds.high else each.low
+            if not bounds.low <= value <= bounds.high:
+                numbers[name] = Held(bounds, value if math.isfinite(value) else None)
+        for of_step in norms:
+            for name, norm in of_step.items():
+                if self.is_unusual_norm(name, norm):
+                    known = self.norms[name]
+                    before = limits[name].outside if name in limits else 0.0
+                    limits[name] = Held(NumberRange(0.0, known, known), max(norm, before))
         return Envelope(numbers=numbers, norms=limits)
 
     def is_unusual_norm(self, name: str, norm: float) -> bool:
@@ -166,18 +175,3 @@ class HealthyValues:
         if known is not None and rate > known.high * RATE_TOLERANCE:
             return known.last
         return rate
-
-
-def _extended(
-    known: Mapping[str, HealthyNumber], seen: Mapping[str, NumberRange]
-) -> dict[str, HealthyNumber]:
-    """The ranges with the values that were seen since. Values with NaN or Inf are not learnt."""
-    found = {**known}
-    for name, each in seen.items():
-        if not all(map(math.isfinite, each)):
-            continue
-        if name in known:
-            found[name] = known[name].extended(each)
-        else:
-            found[name] = HealthyNumber(*each)
-    return found

@@ -1,5 +1,6 @@
 """What is learnt as healthy, and what counts as outside of it."""
 
+import copy
 import warnings
 from typing import Literal
 
@@ -9,8 +10,8 @@ from hypothesis import strategies as st
 
 from healcore.policy import engine_of
 from healcore.runtime.driver import NumberRange
-from healcore.runtime.run.envelope import HeldNumber
-from healcore.runtime.run.healthy_ranges import HealthyNumber, HealthyValues
+from healcore.runtime.run.envelope import Held
+from healcore.runtime.run.healthy_ranges import HealthyValues
 from healcore.runtime.run.rollback.rate_limits import limit_rates
 
 
@@ -25,21 +26,21 @@ def learnt(*seen: NumberRange) -> HealthyValues:
     """The values after one healthy checkpoint for each of `seen`."""
     values = HealthyValues()
     for each in seen:
-        values = values.with_checkpoint({}, {NAME: each}, {})
+        values.add_checkpoint({}, {NAME: each})
     return values
 
 
-def numbers_outside(values: HealthyValues, seen: NumberRange) -> dict[str, HeldNumber]:
-    return values.outside({NAME: seen}, {}, 1.0).numbers
+def numbers_outside(values: HealthyValues, seen: NumberRange) -> dict[str, Held]:
+    return values.outside({NAME: seen}, [], 1.0).numbers
 
 
 def test_any_change_of_a_number_that_never_changed_is_outside():
     values = learnt(constant(0.05), constant(0.05))
     assert numbers_outside(values, constant(0.05)) == {}
     (held,) = numbers_outside(values, NumberRange(0.05, 100.0, 0.05)).values()
-    assert held == HeldNumber(bounds=constant(0.05), program_value=100.0), "although it is back now"
+    assert held == Held(constant(0.05), 100.0), "although it is back now"
     (held,) = numbers_outside(values, NumberRange(0.0, 0.05, 0.05)).values()
-    assert held.program_value == 0.0
+    assert held.outside == 0.0
 
 
 def test_the_range_has_all_values_of_healthy_steps_and_the_last_one_is_held():
@@ -71,7 +72,7 @@ def test_a_schedule_of_momentum_is_inside_of_its_range(shape: Literal["linear", 
         high = max(high, value)
         seen = NumberRange(low, high, value)
         if step % 100 == 0:
-            values = values.with_checkpoint({}, {NAME: seen}, {})
+            values.add_checkpoint({}, {NAME: seen})
         elif step > 100:
             outside += bool(numbers_outside(values, seen))
         optimizer.step()
@@ -83,12 +84,13 @@ def test_a_schedule_of_momentum_is_inside_of_its_range(shape: Literal["linear", 
 def test_what_was_learnt_after_the_better_weights_does_not_count():
     at_better = learnt(constant(0.05))
     wrong = NumberRange(0.05, 100.0, 100.0)
-    later = at_better.with_checkpoint({}, {NAME: wrong}, {"a": 4096.0})
-    assert not later.outside({NAME: wrong}, {"a": 4096.0}, 1.0)
-    assert at_better.outside({NAME: wrong}, {}, 1.0).numbers
+    later = copy.deepcopy(at_better)
+    later.add_checkpoint({}, {NAME: wrong})
+    assert not later.outside({NAME: wrong}, [], 1.0)
+    assert at_better.outside({NAME: wrong}, [], 1.0).numbers
     known = HealthyValues(norms={"a": 1.0})
-    assert known.outside({}, {"a": 4096.0}, 1.0).norm_limits == {"a": 1.0}
-    assert not known.outside({}, {"a": 3.0, "b": 9.0}, 1.0), "as usual, and unknown"
+    assert known.outside({}, [{"a": 4096.0}], 1.0).norm_limits == {"a": 1.0}
+    assert not known.outside({}, [{"a": 3.0, "b": 9.0}], 1.0), "as usual, and unknown"
 
 
 @given(st.floats(0.01, 1.0), st.integers(1, 6))
@@ -96,14 +98,15 @@ def test_a_schedule_with_constant_acceleration_stays_inside_for_any_number_of_in
     acceleration: float, intervals: int
 ):
     at = [acceleration * n**2 for n in range(2 + intervals)]
-    number = HealthyNumber(at[0], at[0], at[0]).extended(NumberRange(at[0], at[1], at[1]))
+    number = learnt(constant(at[0]), NumberRange(at[0], at[1], at[1])).numbers[NAME]
     assert number.bounds(intervals).high >= at[1 + intervals] * (1 - 1e-9)
     assert number.bounds(intervals).high == pytest.approx(at[1 + intervals])
 
 
 def test_a_rate_has_no_room_above_its_range():
-    rates = HealthyValues().with_checkpoint({"a": constant(0.1), "b": constant(0.2)}, {}, {})
-    rates = rates.with_checkpoint({"a": constant(0.2), "b": constant(0.1)}, {}, {})
+    rates = HealthyValues()
+    rates.add_checkpoint({"a": 0.1, "b": 0.2}, {})
+    rates.add_checkpoint({"a": 0.2, "b": 0.1}, {})
     assert rates.healthy_rate("a", 0.21) == 0.2
     assert rates.healthy_rate("b", 0.3) == 0.1, "the last healthy rate"
     assert rates.healthy_rate("b", 0.15) == 0.15

@@ -152,10 +152,6 @@ def test_a_clip_that_the_program_forgets_is_replaced(tmp_path):
     held = run_of(healed.healer).holding.envelope
     limit = pytest.approx(0.5, rel=1e-3)
     assert held.norm_limits["optimizer"] == limit, "still needed"
-    (report,) = read_reports(tmp_path / "events.jsonl")
-    assert report.curves.threshold is not None
-    assert report.curves.threshold[-1] == limit
-    assert healed.healer.metrics()["heal/threshold"] == limit
 
 
 @pytest.mark.slow

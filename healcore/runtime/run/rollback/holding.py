@@ -7,6 +7,7 @@ remedy             --> hold: rates, numbers and norms, or nothing
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -81,47 +82,52 @@ class Holding:
         """
         if self.run.journal.nonfinite_streak:
             return  # the weights may be damaged
-        recent, envelope = self.run.witness.recent, self.envelope
-        seen = broadcast(self.run.ranks, dict(self.run.driver.numbers()))
+        run, known, envelope = self.run, self.run.witness.recent.healthy, self.envelope
+        seen = broadcast(run.ranks, dict(run.driver.numbers()))
         rates: dict[str, float] = {}
-        if step > self.run.record.first_step:  # no step was trained before the first checkpoint
-            rates = self.run.rate_log.rates_in_force()
-            if not self.run.witness.is_enabled:  # it has seen no steps
-                rates = {**rates, **self.run.journal.rates}
+        if step > run.record.first_step:  # no step was trained before the first checkpoint
+            rates = run.rate_log.rates_in_force()
+            if not run.witness.is_enabled:  # it has seen no steps
+                rates |= run.journal.rates
         free = {name: each for name, each in seen.items() if name not in envelope.numbers}
-        of_rates, norms = recent.learnt(rates)
-        healthy = self.run.record.healthy
-        self.run.record.healthy = healthy.with_checkpoint(of_rates, free, norms)
+        known.add_checkpoint(rates, free)
+        run.record.healthy = copy.deepcopy(known)
         if envelope and step > envelope.until:
             self._release(step, seen)
 
     def _release(self, step: int, seen: Mapping[str, NumberRange]) -> None:
         """Ends what is not needed any more, and lets the limits of the norms grow."""
-        envelope = self.envelope
-        back = []
-        for name, each in envelope.numbers.items():
-            if name in seen and each.bounds.low <= seen[name].last <= each.bounds.high:
-                back.append(name)
-        norms = dict(envelope.norms)
-        if not self.run.witness.is_enabled:
-            norms = {}  # a `loss_fn` that failed: nothing is known of later norms
-        for name, median in self.run.witness.recent.typical_norms().items():
-            if name in norms:
-                norms[name] = norms[name].following(median)
-        released = replace(envelope.without_numbers(back), norms=norms, rates={}, is_guess=False)
+        envelope, log = self.envelope, self.run.log
+        outside = self._outside_now(seen)
+        back = [name for name in envelope.numbers if name in seen and name not in outside]
+        norms = {}
+        if self.run.witness.is_enabled:  # else nothing is known of later norms
+            lowest = self.run.witness.recent.lowest_norms()
+            for name, each in envelope.norms.items():
+                limit = max(each.bounds.high, lowest.get(name, 0.0))
+                norms[name] = each._replace(bounds=NumberRange(0.0, limit, limit))
+        released = replace(envelope.without_numbers(back), norms=norms, is_guess=False)
         if envelope.is_guess:
             released = replace(released, rates=self._rates_before_guess())
-            self.run.log.info(
+            log.info(
                 f"step {step}: the learning rate is the program's own again; its limit was for the "
                 "first steps"
             )
         if back:
-            self.run.log.info(
+            log.info(
                 f"step {step}: {', '.join(back)}: the program's own value is in its healthy "
                 "range again, and is used"
             )
         if released != envelope:
             self.hold(released, step)
+
+    def _outside_now(self, seen: Mapping[str, NumberRange]) -> dict[str, float]:
+        """Name of a held number that is outside of its range now -> the program's value."""
+        outside = {}
+        for name, each in self.envelope.numbers.items():
+            if name in seen and not each.bounds.low <= seen[name].last <= each.bounds.high:
+                outside[name] = seen[name].last
+        return outside
 
     def _rates_before_guess(self) -> dict[str, dict[str, object]]:
         """The rates from before the first rollback that has guessed a ceiling."""
@@ -147,13 +153,8 @@ class Holding:
         envelope = self.envelope
         if not envelope.numbers or not (at_end or step >= envelope.until + LASTING_STEPS):
             return {}
-        seen, lasting = broadcast(self.run.ranks, dict(self.run.driver.numbers())), {}
-        for name, each in envelope.numbers.items():
-            if name not in seen or not math.isfinite(seen[name].last):
-                continue
-            if not each.bounds.low <= seen[name].last <= each.bounds.high:
-                lasting[name] = seen[name].last
-        return lasting
+        outside = self._outside_now(broadcast(self.run.ranks, dict(self.run.driver.numbers())))
+        return {name: value for name, value in outside.items() if math.isfinite(value)}
 
     # -- troubles -------------------------------------------------------------------------------
 
@@ -188,9 +189,6 @@ class Holding:
     def outside(self, trouble: Trouble, step: int, healthy: HealthyValues) -> Envelope:
         """What had left its healthy range at a trouble since a snapshot. Collective.
 
-        Where a limit of the gradient norm has not helped, the batches of the steps with an unusual
-        norm are unusual too: the cause may be the batch, and its norm only a symptom.
-
         Args:
             trouble: the trouble.
             step: step of the snapshot.
@@ -203,20 +201,13 @@ class Holding:
         suspects = None
         if trouble.cause is TroubleCause.BETTER_WEIGHTS:
             suspects = self.run.witness.recent.suspect_steps(trouble.onset, trouble.found_at)
-        norms: Mapping[str, float] = {}
-        if suspects is not None:
-            norms = suspects.largest_norms()
+        norms = [] if suspects is None else [each.norms for each in suspects.steps]
         found = healthy.outside(self.run.driver.numbers(), norms, self._intervals(trouble, step))
         left_out = trouble.batches
         anchor = self.run.witness.state.anchor_of(step)
         if suspects is not None and anchor is not None:
-            unusual = {*self._unusual_steps(suspects, anchor)}
-            for each in suspects.around:
-                for name in self.envelope.norms:
-                    norm = each.norms.get(name, 0.0)
-                    if each.index >= step and healthy.is_unusual_norm(name, norm):
-                        unusual.add(each.index)
-            left_out += tuple(self.run.journal.batches_of(sorted(unusual)))
+            unusual = self._unusual_steps(suspects, anchor)
+            left_out += tuple(self.run.journal.batches_of(unusual))
         return broadcast(self.run.ranks, replace(found, left_out=left_out))
 
     def _intervals(self, trouble: Trouble, step: int) -> float:
@@ -227,12 +218,12 @@ class Holding:
         """Suspect steps whose batches are unusual under the better weights, ascending. Collective.
 
         A batch is unusual if its loss under the better weights exceeds the largest loss of the
-        usual batches of all anchors from before the onset by more than their range.
+        sampled batches of all anchors from before the onset by more than their range.
         """
         before = suspects.start - STEPS_BEFORE_SIGN
         usual_by_index = {}
         for each in self.run.witness.state.anchors:
-            for step in each.usual:
+            for step in each.sample:
                 if step.index < before:
                     usual_by_index[step.index] = step
         usual = [*usual_by_index.values()]

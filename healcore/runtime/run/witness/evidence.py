@@ -73,12 +73,8 @@ class Anchor:
 
     Attributes:
         weights: result of `Driver.copy_weights`, or None in a record.
-        seen: number of steps trained since the copy was made, or since the restart.
-        sample: some of these steps.
-        usual_seen: number of these steps at which nothing was unusual.
-        usual: some of these. Steps of a long trouble fill `sample`; the batches of `usual` say
-            which losses are ordinary.
-        drawn: number of calls of `draw`.
+        sample: some of the usual steps trained since the copy was made, or since the restart.
+        seen: number of these steps.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -100,38 +96,38 @@ class Anchor:
     def __post_init__(self) -> None:
         self.weights: Any = None
         self.sample: list[TrainedStep] = []
-        self.usual: list[TrainedStep] = []
-        self.seen = self.usual_seen = self.drawn = 0
+        self.seen = 0
 
     def add(self, trained: TrainedStep, *, is_usual: bool) -> None:
-        """Adds a later step that the model has trained on.
+        """Adds a later step that the model has trained on, by reservoir sampling (algorithm R).
+
+        The steps seen and the anchor's step alone decide the place in the sample, so every rank
+        samples the same steps. On a bad batch that the model has trained on, the current weights
+        are better, however damaged they are. So only usual steps replace others.
 
         Args:
             trained: the step.
             is_usual: whether nothing was unusual at the step.
         """
+        place = len(self.sample)
+        if not is_usual and place == SAMPLE_SIZE:
+            return
         self.seen += 1
-        _add_to_sample(self.sample, trained, self.seen, self.step)
-        if is_usual:
-            self.usual_seen += 1
-            _add_to_sample(self.usual, trained, self.usual_seen, self.step)
+        if place == SAMPLE_SIZE:
+            place = _mixed(self.step, self.seen) % self.seen
+        if place < SAMPLE_SIZE:
+            self.sample[place : place + 1] = [trained]
 
-    def draw(self, number: int) -> list[TrainedStep]:
+    def draw(self, number: int, index: int) -> list[TrainedStep]:
         """Draws past steps: `number` of them, or one if there are fewer, or none.
-
-        Usual steps are drawn where there are enough. On a bad batch that the model has trained on,
-        the current weights are better, however damaged they are.
 
         Args:
             number: an odd number, because the median of their rises counts.
+            index: the newest step.
         """
-        steps = self.sample
-        if len(self.usual) >= number:
-            steps = self.usual
-        if len(steps) < number:
-            number = min(1, len(steps))
-        self.drawn += 1
-        return random.Random(_mixed(self.step, self.drawn)).sample(steps, number)
+        if len(self.sample) < number:
+            number = min(1, len(self.sample))
+        return random.Random(_mixed(self.step, index)).sample(self.sample, number)
 
     def learn(self, index: int, rise: float, *, is_retest: bool = False) -> None:
         """Updates the evidence with the comparison at step `index`.
@@ -169,23 +165,9 @@ class Anchor:
             live: the anchor before the way back.
             before: step from which the run continues.
         """
-        self.weights, self.drawn = live.weights, live.drawn
+        self.weights = live.weights
         self.sample = [each for each in live.sample if each.index < before]
         self.seen = max(min(live.seen, before - self.step), len(self.sample))
-        self.usual = [each for each in live.usual if each.index < before]
-        self.usual_seen = max(min(live.usual_seen, before - self.step), len(self.usual))
-
-
-def _add_to_sample(sample: list[TrainedStep], trained: TrainedStep, seen: int, seed: int) -> None:
-    """Adds the step number `seen` to a uniform sample (reservoir sampling, algorithm R).
-
-    `seen` and `seed` alone decide the place, so every rank samples the same steps.
-    """
-    place = len(sample)
-    if place == SAMPLE_SIZE:
-        place = _mixed(seed, seen) % seen
-    if place < SAMPLE_SIZE:
-        sample[place : place + 1] = [trained]
 
 
 def _mixed(seed: int, number: int) -> int:
@@ -222,11 +204,8 @@ class ComparisonState:
     current weights on the batch of the step, which they have been trained on meanwhile."""
     first_losses: list[float] = field(default_factory=list)
     """The first `RECENT` finite losses of the run."""
-    last: list[float] = field(default_factory=list)
-    """The last losses; -Inf for a loss that is not finite. This and the next three are kept by
-    `RecentSteps`."""
-    high: list[bool] = field(default_factory=list)
-    """Whether each of the last losses was high."""
+    recent: list[float] = field(default_factory=list)
+    """The last `RECENT` finite losses. This and the next two are kept by `RecentSteps`."""
     usual: list[float] = field(default_factory=list)
     """The last losses that were not high."""
     bursts: list[tuple[int, int]] = field(default_factory=list)

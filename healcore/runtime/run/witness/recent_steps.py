@@ -10,21 +10,18 @@ the trouble, and name the steps that may have caused it:
 
 from __future__ import annotations
 
+import copy
 import math
-import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from healcore.runtime.driver import NumberRange
-from healcore.runtime.run.healthy_ranges import UNUSUAL_NORM
 from healcore.runtime.run.witness.evidence import RECENT, TrainedStep
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
 
 REGULAR_INTERVAL = 100
-"""Steps between two regular comparisons, more if `loss_fn` is expensive. Also the number of last
+"""Steps between two regular comparisons, more if `loss_fn` is expensive. Also the number of usual
 losses that a loss has to exceed to be a sign of trouble."""
 STEPS_BEFORE_SIGN = 8
 """Steps before the first sign of trouble that may have caused it."""
@@ -35,8 +32,6 @@ MAX_KEPT = 128
 """Suspect steps that are kept with their batches, which may be in the memory of the device."""
 MAX_BURSTS = 4
 """Bursts of high steps that are remembered."""
-MAX_NORMS = 500
-"""Gradient norms of each engine, of which the largest is healthy."""
 UNTIL_HEALTHY = STEPS_BEFORE_SIGN + STEPS_AFTER_SIGN
 """Steps after which a trouble of a step has shown, so that its norms and rates may be healthy."""
 
@@ -45,14 +40,14 @@ class Signs(NamedTuple):
     """What the loss and the gradient norms of one step say."""
 
     sign: bool
-    """Whether the step is a sign of trouble: it has an alarm, a loss above the last losses, or an
-    unusual gradient norm."""
+    """Whether the step is a sign of trouble: it has an alarm, an unusual gradient norm, or the
+    highest loss of a burst."""
     high: bool
-    """Whether the step may belong to the trouble: a sign, or a loss above the last usual losses."""
-    first_alarm: bool
-    """Whether the step has the first alarm for `STEPS_AFTER_SIGN` steps."""
-    last_is_over: bool
-    """Whether the last sign was exactly `STEPS_AFTER_SIGN` steps ago."""
+    """Whether the step may belong to the trouble: it has an alarm, an unusual norm, or a loss above
+    the last usual losses."""
+    is_urgent: bool
+    """Whether trouble begins or ends: the first alarm for `STEPS_AFTER_SIGN` steps, or the last of
+    so many steps after a sign."""
 
 
 class SuspectSteps(NamedTuple):
@@ -66,17 +61,6 @@ class SuspectSteps(NamedTuple):
     """Step of the first sign."""
     steps: list[TrainedStep]
     """The steps around the first sign, and the later high steps, in order."""
-    around: list[TrainedStep]
-    """The steps around the first sign alone."""
-
-    def largest_norms(self) -> dict[str, float]:
-        """The largest finite gradient norm of each engine at these steps."""
-        found: dict[str, float] = {}
-        for step in self.steps:
-            for name, norm in step.norms.items():
-                if math.isfinite(norm):
-                    found[name] = max(norm, found.get(name, 0.0))
-        return found
 
 
 class RecentSteps:
@@ -87,30 +71,29 @@ class RecentSteps:
     trouble that lasts would hide its own start.
 
     Nobody knows that a step is healthy when it is taken: the bad steps before the first sign of
-    trouble look like any other step. So norms and rates wait for `UNTIL_HEALTHY` steps, and then
-    for the next healthy checkpoint, at which `learnt` takes them. A way back makes a new object.
+    trouble look like any other step. So norms and rates wait for `UNTIL_HEALTHY` steps. The next
+    healthy checkpoint takes over what was learnt. A way back makes a new object.
 
     Args:
         run: the parts of the run.
+
+    Attributes:
+        newest: index of the newest step, or -1.
+        healthy: what is healthy at the newest step that has waited.
     """
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self.newest = -1
+        self.healthy = copy.deepcopy(run.record.healthy)
         self._last_sign = self._last_alarm = -STEPS_AFTER_SIGN - 1
+        self._peak = -math.inf
+        """The highest loss of the current burst."""
         self._last: deque[TrainedStep] = deque(maxlen=STEPS_BEFORE_SIGN)
         self._kept: dict[int, TrainedStep] = {}
         """The steps around the first step of each burst, and high steps."""
-        self._young: deque[TrainedStep] = deque()
-        """The last steps, whose norms and rates wait. They have no batches here."""
-        self._norms: dict[str, deque[float]] = {}
-        """Engine -> norms that have waited, without norms above a limit in force."""
-        self._rates: dict[str, NumberRange] = {}
-        """Engine -> range of its rates that have waited, since the last `learnt`."""
-        self._known = {**run.record.healthy.norms}
-        """Engine -> largest norm that is healthy, or that has waited without a sign of trouble."""
-        self._typical: dict[str, deque[float]] = {}
-        """Engine -> its last finite norms, healthy or not."""
+        self._waiting: deque[TrainedStep] = deque()
+        """The last steps that may be healthy, without their batches."""
 
     def add(self, trained: TrainedStep, loss: float, *, alarm: bool) -> Signs:
         """Adds a step, and says whether it is a sign of trouble.
@@ -120,27 +103,30 @@ class RecentSteps:
             loss: its loss, or NaN.
             alarm: whether a detector has raised an alarm.
         """
-        record = self.run.record
-        state, index = record.comparisons, trained.index
+        state, index = self.run.record.comparisons, trained.index
         self.newest = index
-        is_unusual = False
-        for name, norm in trained.norms.items():
-            is_unusual |= UNUSUAL_NORM * self._known.get(name, math.inf) < norm < math.inf
-        sign = alarm or is_unusual or _exceeds(loss, state.last)
-        is_bad = alarm or _exceeds(loss, state.last) or _exceeds(loss, state.usual)
-        high = is_bad or is_unusual
-        self._add_loss(loss, high=is_bad)
-        signs = Signs(
-            sign,
-            high,
-            first_alarm=alarm and index - self._last_alarm > STEPS_AFTER_SIGN,
-            last_is_over=not sign and index - self._last_sign == STEPS_AFTER_SIGN,
-        )
+        exceeds = len(state.usual) == REGULAR_INTERVAL and loss > max(state.usual)
+        unusual = any(self.healthy.is_unusual_norm(*each) for each in trained.norms.items())
+        high = alarm or exceeds or unusual
+        is_new = not state.bursts or index - state.bursts[-1][1] > STEPS_AFTER_SIGN
+        if is_new:
+            self._peak = -math.inf
+        sign = alarm or unusual or (exceeds and loss > self._peak)
+        is_over = not sign and index - self._last_sign == STEPS_AFTER_SIGN
+        is_first = alarm and index - self._last_alarm > STEPS_AFTER_SIGN
         if sign:
             self._last_sign = index
         if alarm:
             self._last_alarm = index
-        if high and (not state.bursts or index - state.bursts[-1][1] > STEPS_AFTER_SIGN):
+        if math.isfinite(loss):
+            state.recent.append(loss)
+            del state.recent[:-RECENT]
+            if exceeds or alarm:
+                self._peak = max(self._peak, loss)
+            else:
+                state.usual.append(loss)
+                del state.usual[:-REGULAR_INTERVAL]
+        if high and is_new:
             state.bursts = [*state.bursts, (index, index)][-MAX_BURSTS:]
             for step in self._last:
                 self._keep(step)
@@ -149,19 +135,12 @@ class RecentSteps:
         if high or (state.bursts and index < state.bursts[-1][0] + STEPS_AFTER_SIGN):
             self._keep(trained)
         self._last.append(trained)
-        self._add_norms(trained, learns=not (is_bad or state.has_evidence))
-        return signs
-
-    def _add_loss(self, loss: float, *, high: bool) -> None:
-        """Adds a loss to the last losses, and to the usual losses if it is usual."""
-        state = self.run.record.comparisons
-        is_finite = math.isfinite(loss)
-        state.last.append(loss if is_finite else -math.inf)
-        state.high.append(high)
-        del state.last[:-REGULAR_INTERVAL], state.high[:-REGULAR_INTERVAL]
-        if is_finite and not high:
-            state.usual.append(loss)
-            del state.usual[:-REGULAR_INTERVAL]
+        if not (exceeds or alarm or state.has_evidence):
+            self._waiting.append(trained._replace(batches=()))
+            if len(self._waiting) > UNTIL_HEALTHY:
+                old, limits = self._waiting.popleft(), self.run.record.envelope.norm_limits
+                self.healthy.add_step(old.norms, old.rates, limits)
+        return Signs(sign, high, is_first or is_over)
 
     def _keep(self, trained: TrainedStep) -> None:
         """Keeps a suspect step, if there is room for it.
@@ -175,91 +154,34 @@ class RecentSteps:
         if len(self._kept) < MAX_KEPT:
             self._kept[trained.index] = trained
 
-    def _add_norms(self, trained: TrainedStep, *, learns: bool) -> None:
-        """Adds norms and rates of a step, and those of an older step that have waited."""
-        record = self.run.record
-        for name, norm in trained.norms.items():
-            if math.isfinite(norm):
-                self._typical.setdefault(name, deque(maxlen=REGULAR_INTERVAL)).append(norm)
-        if not learns:
-            return
-        self._young.append(trained._replace(batches=()))
-        if len(self._young) <= UNTIL_HEALTHY:
-            return
-        old, limits = self._young.popleft(), record.envelope.norm_limits
-        for name, norm in old.norms.items():
-            if math.isfinite(norm) and norm <= limits.get(name, math.inf):
-                self._norms.setdefault(name, deque(maxlen=MAX_NORMS)).append(norm)
-                if trained.index - self._last_sign > UNTIL_HEALTHY:
-                    self._known[name] = max(norm, self._known.get(name, 0.0))
-        for name, rate in old.rates.items():
-            if math.isfinite(rate):
-                self._rates[name] = self._range_with(name, rate)
-
-    def _range_with(self, name: str, rate: float) -> NumberRange:
-        """The range of the rates of an engine that have waited, extended to a rate."""
-        known = self._rates.get(name, NumberRange(rate, rate, rate))
-        return NumberRange(min(known.low, rate), max(known.high, rate), rate)
-
-    # -- what is usual or healthy ---------------------------------------------------------------
-
     def accept(self) -> None:
-        """Makes the last losses the usual losses, if most of them are high.
+        """Learns the usual losses anew, if a burst has lasted for half of the last losses.
 
         Called where a comparison of weights has shown no damage. Otherwise a change of the data
-        that raises the loss would make every later step a sign of trouble. Losses that are all NaN
-        or Inf are no level: every later loss would exceed it.
+        that raises the loss would make every later step a sign of trouble.
         """
         state = self.run.record.comparisons
-        if 2 * sum(state.high) > REGULAR_INTERVAL and max(state.last) > -math.inf:
-            state.usual = [*state.last]
-            state.high.clear()
-
-    def recent_losses(self) -> list[float]:
-        """The last `RECENT` finite losses, or no loss before there are so many."""
-        last = [loss for loss in self.run.record.comparisons.last if loss > -math.inf]
-        return last[-RECENT:] if len(last) >= RECENT else []
+        if not state.bursts:
+            return
+        first, last = state.bursts[-1]
+        if self.newest - last <= STEPS_AFTER_SIGN and self.newest - first > REGULAR_INTERVAL // 2:
+            state.usual = []
 
     def mean_loss(self) -> float:
-        """The mean of `recent_losses`, or NaN without losses."""
-        losses = self.recent_losses()
-        return sum(losses) / len(losses) if losses else math.nan
+        """The mean of the last `RECENT` finite losses, or NaN before there are so many."""
+        losses = self.run.record.comparisons.recent
+        return sum(losses) / RECENT if len(losses) == RECENT else math.nan
 
-    def learnt(
-        self, newest: Mapping[str, float]
-    ) -> tuple[dict[str, NumberRange], dict[str, float]]:
-        """What is healthy at a healthy checkpoint, of the steps that have waited.
+    def lowest_norms(self) -> dict[str, float]:
+        """The lowest norm of each engine at the last `UNTIL_HEALTHY` steps, if all are known.
 
-        Rates from between two checkpoints count, because a schedule may have its peak there.
-
-        Args:
-            newest: engine name -> rate of the newest step.
-
-        Returns:
-            Engine name -> lowest, highest and newest rate since the last call, for the engines in
-            `newest`; and engine name -> largest healthy gradient norm, where one is known.
-        """
-        rates = {name: self._range_with(name, rate) for name, rate in newest.items()}
-        self._rates.clear()
-        norms = {**self.run.record.healthy.norms}
-        for name, seen in self._norms.items():
-            known = norms.get(name, 0.0)
-            norms[name] = max(seen)
-            if len(seen) < MAX_NORMS:
-                norms[name] = max(known, norms[name])
-        self._known = {**norms}
-        return rates, norms
-
-    def typical_norms(self) -> dict[str, float]:
-        """The median of the last finite gradient norms of each engine, healthy or not.
-
-        A limit that is held follows this median upwards, see `HeldNorm.following`. Engines with too
-        few norms are missing.
+        A limit of the norm follows it upwards, so that it never changes every step of a run whose
+        norms grow.
         """
         found: dict[str, float] = {}
-        for name, norms in self._typical.items():
-            if len(norms) == norms.maxlen:
-                found[name] = statistics.median(norms)
+        if len(self._waiting) == UNTIL_HEALTHY:
+            for name in self._waiting[0].norms:
+                found[name] = min(step.norms.get(name, 0.0) for step in self._waiting)
         return found
 
     def suspect_steps(self, onset: int, found: int) -> SuspectSteps | None:
@@ -279,20 +201,9 @@ class RecentSteps:
         if not starts:
             return None
         start = min(starts, key=lambda first: abs(first - onset))
-        steps: list[TrainedStep] = []
-        around: list[TrainedStep] = []
+        steps = []
         for index in sorted(self._kept):
             is_around = start - STEPS_BEFORE_SIGN <= index < start + STEPS_AFTER_SIGN
-            if is_around:
-                around.append(self._kept[index])
             if is_around or index >= onset - STEPS_BEFORE_SIGN:
                 steps.append(self._kept[index])
-        return SuspectSteps(min(start, onset), steps, around)
-
-
-def _exceeds(loss: float, last: Sequence[float]) -> bool:
-    """Whether a loss is above each of `REGULAR_INTERVAL` losses. False for NaN, and for fewer.
-
-    The first losses of a run exceed each other by chance.
-    """
-    return len(last) == REGULAR_INTERVAL and loss > max(last)
+        return SuspectSteps(min(start, onset), steps)

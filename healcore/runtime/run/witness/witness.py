@@ -181,9 +181,8 @@ class Witness:
         if step not in restorable or state.anchor_of(step) is not None:
             return
         new = Anchor(step)
-        losses = self.recent.recent_losses()
-        if losses:
-            new.level, new.spread = statistics.fmean(losses), statistics.stdev(losses)
+        if len(state.recent) == RECENT:
+            new.level, new.spread = self.recent.mean_loss(), statistics.stdev(state.recent)
         new.weights = self.run.driver.copy_weights()
         state.anchors = with_new(state.anchors, new)
 
@@ -231,10 +230,10 @@ class Witness:
         state.spent = max(0.0, state.spent - self._earned)
         alarm = keeps_state or any(each.cause & ~_NOT_ABOUT_WEIGHTS for each in records)
         signs = self.recent.add(trained, loss, alarm=alarm)
-        if signs.first_alarm or signs.last_is_over:  # this comparison cannot wait
+        if signs.is_urgent:  # this comparison cannot wait
             state.spent = min(state.spent, self._most - 1.0)
         is_regular = trained.index % self._interval == self._interval - 1
-        self._has_reason |= signs.sign or signs.last_is_over or is_regular
+        self._has_reason |= signs.sign or signs.is_urgent or is_regular
         if trained.index % MEAN_PAUSE == 0 and self._best_on_average(trained.index) is not None:
             self._has_reason = True
         if not trained.batches:
@@ -327,7 +326,8 @@ class Witness:
         [(now, then)] = losses
         rise = evidence = rise_of(now, then)
         if 0 < rise < math.inf:  # else not higher, or not finite: this batch alone decides
-            past = self.losses_of(anchor.draw(MEDIAN_OF if anchor.evidence > 1 else 1), anchor)
+            number = MEDIAN_OF if anchor.evidence > 1 else 1
+            past = self.losses_of(anchor.draw(number, trained.index), anchor)
             if not past:  # no batch was trained on since the anchor
                 return None
             past.sort(key=lambda each: rise_of(*each))
@@ -495,7 +495,7 @@ class Witness:
             anchor = self.state.anchor_of(verdict.better_step)
         if anchor is None:
             return None
-        losses = self.losses_of(anchor.usual or anchor.sample, anchor)
+        losses = self.losses_of(anchor.sample, anchor)
         if not losses:
             return None
         lower = sum(rise_of(*each) > 0 for each in losses)

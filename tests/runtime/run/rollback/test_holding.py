@@ -7,7 +7,7 @@ import pytest
 from healcore.runtime.data import BatchId
 from healcore.runtime.driver import NumberRange
 from healcore.runtime.run.dispatch_queue import StepResult
-from healcore.runtime.run.envelope import Envelope, HeldNorm, HeldNumber
+from healcore.runtime.run.envelope import Envelope, Held
 from healcore.runtime.run.rollback.holding import LASTING_STEPS
 from tests.healer.step_records import record
 from tests.runtime.run.witness.toy_driver import (
@@ -47,7 +47,9 @@ def test_batches_and_norms_at_the_onset_that_are_unusual():
 
     found = run.holding.outside(verdict, verdict.better_step or 0, run.record.healthy)
     assert [index for _, index in found.left_out] == extraordinary
-    assert found.norms == {"optimizer": HeldNorm(1.0, 4.0)}, "the healthy and the largest norm"
+    assert found.norms == {"optimizer": Held(constant(1.0)._replace(low=0.0), 4.0)}, (
+        "the healthy and the largest norm"
+    )
 
 
 def test_frozen_steps_end_although_the_loss_fn_has_failed():
@@ -83,14 +85,14 @@ def test_a_number_that_was_learnt_after_the_better_weights_counts_as_outside():
     # Of the weights of step 200 it is known that 0.9 was healthy.
     assert at_200 is not None
     (held,) = run.holding.outside(trouble, 200, at_200).numbers.values()
-    assert (held.bounds.last, held.program_value) == (0.9, 1.1)
+    assert (held.bounds.last, held.outside) == (0.9, 1.1)
 
 
 def test_a_held_number_is_not_learnt_and_is_released_when_the_program_sets_a_healthy_value():
     run, wrong = healthy_run(1), NumberRange(0.05, 100.0, 100.0)
     run.driver.set = {NAME: constant(0.05)}
     run.holding.learn(100)
-    held = Envelope(numbers={NAME: HeldNumber(constant(0.05), 100.0)}, until=250)
+    held = Envelope(numbers={NAME: Held(constant(0.05), 100.0)}, until=250)
     run.holding.hold(held, 100)
     assert run.driver.held == {NAME: constant(0.05)}
     run.holding.learn(200)
@@ -109,7 +111,7 @@ def test_a_held_number_is_not_learnt_and_is_released_when_the_program_sets_a_hea
 def test_a_number_that_the_program_keeps_outside_for_long_is_intended(at_end):
     """The repeat looks better for as long as it is held: a regulariser costs training loss."""
     run = healthy_run(1)
-    held = {"w": HeldNumber(constant(0.0), 3.0), "b": HeldNumber(constant(0.9), None)}
+    held = {"w": Held(constant(0.0), 3.0), "b": Held(constant(0.9), None)}
     run.holding.hold(Envelope(numbers=held, until=720), 700)
     run.driver.set = {"w": constant(3.0), "b": constant(math.nan)}
     early = run.holding.intended(720 + LASTING_STEPS - 1, at_end=at_end)

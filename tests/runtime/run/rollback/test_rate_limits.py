@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from healcore.policy import engine_of, load
-from healcore.runtime.driver import NumberRange
 from healcore.runtime.run.healthy_ranges import HealthyValues
 from healcore.runtime.run.rollback.rate_limits import RatesAfterRollback, limit_rates
 
@@ -24,14 +23,15 @@ def after_rollback(
     engines: Any = None,
 ) -> RatesAfterRollback:
     """The rates after a rollback to a step with `rates`; `highest` healthy rates are learnt."""
-    seen = {name: NumberRange(rate, rate, rate) for name, rate in (highest or {}).items()}
+    learnt = HealthyValues()
+    learnt.add_checkpoint(highest or {}, {})
     return limit_rates(
         ENGINE,
         engines or dict.fromkeys(rates, UNLIMITED),
         at_fault,
         rates,
         healthy=healthy,
-        learnt=HealthyValues().with_checkpoint(seen, {}, {}),
+        learnt=learnt,
     )
 
 

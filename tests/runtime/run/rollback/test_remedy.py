@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from healcore.runtime.data import BatchId
 from healcore.runtime.driver import NumberRange
-from healcore.runtime.run.envelope import Envelope, HeldNorm, HeldNumber
+from healcore.runtime.run.envelope import Envelope, Held
 from healcore.runtime.run.rollback.remedy import (
     MAX_ACCEPTED,
     Facts,
@@ -21,8 +21,8 @@ from healcore.runtime.run.rollback.remedy import (
 from healcore.runtime.run.trouble import RollbackRecord, Trouble, TroubleCause
 
 UNUSUAL = Envelope(
-    numbers={"momentum": HeldNumber(NumberRange(0.9, 0.9, 0.9), 1.2)},
-    norms={"optimizer": HeldNorm(2.0, 4096.0)},
+    numbers={"momentum": Held(NumberRange(0.9, 0.9, 0.9), 1.2)},
+    norms={"optimizer": Held(NumberRange(0.0, 2.0, 2.0), 4096.0)},
     left_out=(BatchId(0, 41),),
 )
 FACTS = Facts(
@@ -126,9 +126,11 @@ envelopes = st.builds(
     Envelope,
     numbers=st.dictionaries(
         st.sampled_from(["momentum", "eps"]),
-        st.just(HeldNumber(NumberRange(0.1, 0.2, 0.1), None)),
+        st.just(Held(NumberRange(0.1, 0.2, 0.1), None)),
     ),
-    norms=st.dictionaries(st.sampled_from(["", "critic"]), st.just(HeldNorm(1.0, 9.0))),
+    norms=st.dictionaries(
+        st.sampled_from(["", "critic"]), st.just(Held(NumberRange(0.0, 1.0, 1.0), 9.0))
+    ),
     left_out=st.lists(st.integers(0, 5).map(lambda each: BatchId(0, each)), unique=True).map(tuple),
     frozen=st.none() | st.just((3, 5)),
     until=st.integers(0, 9),

@@ -142,8 +142,8 @@ def indices(steps: Iterable[TrainedStep]) -> list[int]:
 def drawn_often(anchor: Anchor, count: int) -> set[int]:
     """The steps that are among `count` drawn ones in any of 200 draws."""
     found: set[int] = set()
-    for _ in range(200):
-        found.update(indices(anchor.draw(count)))
+    for index in range(200):
+        found.update(indices(anchor.draw(count, index)))
     return found
 
 
@@ -161,25 +161,20 @@ def test_the_sample_is_uniform_over_all_steps_since():
 
 def test_a_sample_is_the_same_in_every_process():
     assert indices(filled(7, 100).sample) == indices(filled(7, 100).sample)
-    assert filled(7, 100).draw(3) == filled(7, 100).draw(3)
+    assert filled(7, 100).draw(3, 99) == filled(7, 100).draw(3, 99)
 
 
 def test_each_step_of_the_sample_is_drawn():
     assert drawn_often(filled(3, 8), 1) == {*range(8)}
-    assert Anchor(0).draw(3) == [], "there is none"
+    assert Anchor(0).draw(3, 9) == [], "there is none"
 
 
-def test_past_batches_are_those_of_usual_steps_where_there_are_enough():
+def test_only_usual_steps_replace_others_in_a_sample():
     """On a bad batch that the model has trained on, damaged weights are better."""
-    enough = filled(3, 4)
-    for index in range(4, 60):
-        enough.add(TrainedStep(index, ()), is_usual=False)
-    assert drawn_often(enough, 3) == {0, 1, 2, 3}
-
-    few = Anchor(3)
-    for index in range(20):
-        few.add(TrainedStep(index, ()), is_usual=index < 2)
-    assert drawn_often(few, 3) == {*indices(few.sample)}
+    anchor = filled(3, 8)
+    for index in range(8, 60):
+        anchor.add(TrainedStep(index, ()), is_usual=False)
+    assert drawn_often(anchor, 3) == {*range(8)}
 
 
 @pytest.mark.parametrize(
