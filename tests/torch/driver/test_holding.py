@@ -218,7 +218,8 @@ def test_what_was_skipped_is_the_same_in_every_source(tmp_path):
     assert (read.counts.skips, read.counts.rollbacks) == (len(skipped), len(rollbacks))
     batches = sum(len(each.get("batches", ())) for each in rollbacks)
     told = " ".join(read.diagnosis.split())
-    assert f"skipped {len(skipped)} steps; skipped {batches} batches after a rollback" in told
+    assert f"skipped {len(skipped)} steps" in told
+    assert (f"skipped {batches} batches after a rollback" in told) == (batches > 0)
 
 
 def test_an_alarm_names_the_rate_of_its_step(caplog):
