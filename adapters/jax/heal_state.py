@@ -35,7 +35,6 @@ from healcore.core.step_record import RECORD_FIELDS
 from healcore.core.trees import map_leaves
 from healcore.jax.compilation import JAX, in_one_kernel
 from healcore.jax.trees import PyTree, is_array
-from healcore.policy.loader import name_of
 
 DEFAULT_RECORDS = 64
 """Default number of steps whose records a HealState has."""
@@ -479,10 +478,7 @@ def no_heal_state_error(state: Any) -> HealStateError:
 
 
 def _policy_text(fingerprint: str | None) -> str:
-    """The name of a preset, or what else is known of a policy."""
+    """What is known of a policy."""
     if fingerprint in (None, _NO_FINGERPRINT):
         return "an unknown one"
-    name = name_of(fingerprint)
-    if name:
-        return f'"{name}"'
-    return f"your own or a changed one (fingerprint {fingerprint[:8]})"
+    return f"the one with fingerprint {fingerprint[:8]}"

@@ -65,7 +65,6 @@ from healcore.jax.optax_states import (
 from healcore.jax.optimizer_step import OptimizerStep
 from healcore.jax.trees import PyTree, arrays_of, is_array, is_number, map_nodes, nodes, with_arrays
 from healcore.policy import Overrides, PolicyLike, engine_of
-from healcore.policy.overrides import check_spelling
 
 
 def heal(
@@ -110,7 +109,6 @@ def heal(
     Raises:
         ValueError: `records` is not a whole number >= 1.
         healcore.policy.PolicyError: the policy does not exist or is invalid.
-        TypeError: an unknown keyword resembles the name of an argument.
 
     Examples:
         >>> import jax.numpy as jnp, optax
@@ -122,7 +120,6 @@ def heal(
         >>> bool(jnp.all(updates["w"] == 0))
         True
     """
-    check_spelling(overrides, heal)
     _check_records(records)
     axes = Axes.of(axis_name, shard_axis_name)
     return _transformation(engine_of(policy, overrides), axes, records)
@@ -270,7 +267,6 @@ def protect(
         >>> int(optax.tree.get(state, "count"))
         0
     """
-    check_spelling(overrides, protect)
     # optax.MultiSteps is no GradientTransformation, and has these methods.
     if isinstance(inner, type) or not hasattr(inner, "init") or not hasattr(inner, "update"):
         name = getattr(inner, "__name__", f"a {type(inner).__name__}")

@@ -19,7 +19,6 @@ from healcore.core.engine.state import record_numbers
 from healcore.core.errors import AttachError
 from healcore.core.signals import SignalError
 from healcore.policy import Overrides, PolicyLike, engine_of
-from healcore.policy.overrides import check_spelling
 from healcore.torch import gradients
 from healcore.torch.healed_step import HealedStep, has_kernel
 from healcore.torch.live_engine import LiveEngine
@@ -85,9 +84,7 @@ def attach(
         AttachError: not an optimizer, already attached, no parameters, an unknown value of an
             option, or meshes that do not show which ranks step together. Nothing was changed.
         healcore.policy.PolicyError: the policy does not exist or is not valid.
-        TypeError: an unknown keyword resembles the name of an argument.
     """
-    check_spelling(overrides, attach)
     checked = checked_console(console)
     wrapper_scaler = getattr(optimizer, "scaler", None)  # accelerate calls it by itself
     if not isinstance(wrapper_scaler, torch.amp.GradScaler):

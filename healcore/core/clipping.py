@@ -13,22 +13,13 @@ the class say what the engine and the adapters have to know about a rule:
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 
 from healcore.core import baseline
 from healcore.core.array_namespace import Flag, Float, Int, Number, complement, xp, zero_like
-from healcore.core.ranges import (
-    Fraction,
-    Limit,
-    NotNegative,
-    Positive,
-    Ratio,
-    Steps,
-    number,
-    one_of,
-)
+from healcore.core.ranges import Fraction, Limit, NotNegative, Positive, Range, Ratio, Steps
 from healcore.core.signals import CheckedSignals
 from healcore.core.trees import zero_init, zeros
 
@@ -141,7 +132,7 @@ class ZClipConfig(NamedTuple):
     """Decay of mean and variance per step, in (0, 1)."""
     warmup_steps: Steps = 25
     """Number of positive finite norms averaged before the z-score is used."""
-    target: Annotated[str, one_of("reciprocal", "mean", "max")] = "reciprocal"
+    target: Literal["reciprocal", "mean", "max"] = "reciprocal"
     """Norm to which a spike is reduced: reciprocal, mean or max. Static."""
     max_norm: Limit = 1.0
     """Additional absolute limit, also during the warm-up, or None."""
@@ -284,7 +275,7 @@ class AutoClipConfig(NamedTuple):
     lower the percentile further and further.
     """
 
-    percentile: Annotated[Number, number(above=0, below=100)] = 10.0
+    percentile: Annotated[Number, Range(gt=0, lt=100)] = 10.0
     """Percentile of the recent norms at which norms are clipped, in (0, 100)."""
     window: Steps = 200
     """The histogram covers between one and two times this many norms."""
@@ -446,12 +437,3 @@ class AdaGCConfig(NamedTuple):
         return AdaGCState(count, gamma, shift), Clip(
             scale, (warm_n & over_global[..., None]) | over
         )
-
-
-RULES: dict[str, Any] = {
-    ZClipConfig.kind: ZClipConfig,
-    FixedConfig.kind: FixedConfig,
-    AutoClipConfig.kind: AutoClipConfig,
-    AdaGCConfig.kind: AdaGCConfig,
-}
-"""Clipping rules by their name in a policy file."""

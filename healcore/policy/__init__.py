@@ -9,13 +9,19 @@ A policy names no framework, so the same file works in all frameworks.
 
 from __future__ import annotations
 
-from healcore.policy.differences import Difference, diff
-from healcore.policy.document import SCHEMA, Policy, dumps, fingerprint, to_dict
+from healcore.policy.document import (
+    SCHEMA,
+    Difference,
+    Policy,
+    diff,
+    dumps,
+    fingerprint,
+    to_dict,
+)
 from healcore.policy.loader import (
     PolicyLike,
     PolicySource,
     engine_of,
-    from_dict,
     load,
     loads,
     preset_names,
@@ -23,7 +29,8 @@ from healcore.policy.loader import (
     recipe_names,
 )
 from healcore.policy.overrides import Overrides
-from healcore.policy.tables import PolicyError, Problem
+from healcore.policy.problems import PolicyError, Problem
+from healcore.policy.reading import from_dict
 
 __all__ = [
     "SCHEMA",

@@ -5,30 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import tomli_w
+from pydantic import BeforeValidator, Field, Strict
+from pydantic_core import core_schema
 
 from healcore.core.clipping import AdaGCConfig, AutoClipConfig, FixedConfig, ZClipConfig
 from healcore.core.decision import NONFINITE, Action, Cause
-from healcore.core.detectors import CAUSES
-from healcore.core.detectors.loss_records import InstabilityConfig, RecordsConfig
-from healcore.core.detectors.spikes import GradSpikeConfig, LossSpikeConfig
-from healcore.core.detectors.thresholds import (
-    GradCeilingConfig,
-    LossCeilingConfig,
-    NonFiniteConfig,
-    VanishingConfig,
-)
-from healcore.core.detectors.trends import DivergenceConfig, OverfitConfig, PlateauConfig
-from healcore.core.detectors.windows import (
-    GradEmaConfig,
-    GradWindowConfig,
-    LossRatioConfig,
-    LossWindowConfig,
-)
+from healcore.core.detectors import CAUSES, Detect
 from healcore.core.engine import (
     BudgetConfig,
     Engine,
@@ -38,10 +24,12 @@ from healcore.core.engine import (
     RollbackConfig,
     RuleConfig,
 )
-from healcore.core.ranges import StepsOrZero, one_of, whole
+from healcore.core.ranges import NONE, StepsOrZero, to_float32, whole
+from healcore.policy.problems import Path, dotted
 from healcore.policy.responses import (
     FAULTS,
     Budget,
+    Conflict,
     Hang,
     IncidentTable,
     Respond,
@@ -49,7 +37,6 @@ from healcore.policy.responses import (
     Rollback,
     SkipBatch,
 )
-from healcore.policy.tables import Conflict, listed, rounded, text, written
 
 SCHEMA = 1
 """Version of the file format that this release reads and writes."""
@@ -64,32 +51,42 @@ class NoClip(NamedTuple):
     limits_every_step = False
 
 
-class Detect(NamedTuple):
-    """`[detect]`: the thresholds of each detector, or None for a detector that is off.
+class _ByKind:
+    """Metadata of one of several tables: the key `kind` says which."""
 
-    A detector is on if the file has its table, also if the table is empty: `[detect.plateau]`. The
-    fields have the names and the order of `healcore.core.detectors.DETECTORS`.
-    """
-
-    nonfinite: NonFiniteConfig | None = None
-    loss_spike: LossSpikeConfig | None = None
-    grad_spike: GradSpikeConfig | None = None
-    divergence: DivergenceConfig | None = None
-    instability: InstabilityConfig | None = None
-    records: RecordsConfig | None = None
-    vanishing: VanishingConfig | None = None
-    plateau: PlateauConfig | None = None
-    overfit: OverfitConfig | None = None
-    loss_ratio: LossRatioConfig | None = None
-    loss_ceiling: LossCeilingConfig | None = None
-    loss_window: LossWindowConfig | None = None
-    grad_window: GradWindowConfig | None = None
-    grad_ema: GradEmaConfig | None = None
-    grad_ceiling: GradCeilingConfig | None = None
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        """How pydantic reads the table: by its class, which does not have the key `kind`."""
+        tables = {}
+        for table in get_args(source):
+            without_kind = core_schema.no_info_before_validator_function(
+                _without_kind, handler(table)
+            )
+            tables[table.kind] = without_kind
+        return core_schema.tagged_union_schema(tables, discriminator=_kind)
 
 
-@dataclass(frozen=True)
-class Policy:
+def _kind(clip: Any) -> Any:
+    if isinstance(clip, Mapping):
+        return clip.get("kind", ZClipConfig.kind)
+    return NONE if clip is None or clip == NONE else None
+
+
+def _without_kind(clip: Any) -> dict[str, Any]:
+    entries = clip.items() if isinstance(clip, Mapping) else ()
+    return {key: value for key, value in entries if key != "kind"}
+
+
+def _without_absent(detect: Any) -> Any:
+    """The table `detect` without the detectors that are None, or "none" on the command line."""
+    if not isinstance(detect, Mapping):
+        return detect
+    return {name: table for name, table in detect.items() if table is not None and table != NONE}
+
+
+_Line = Annotated[str, Field(pattern=r"^[^\r\n]*\S[^\r\n]*$")]
+
+
+class Policy(NamedTuple):
     """The detectors, the responses to them, and the limits of recovery.
 
         policy = healcore.policy.load("zclip", clip={"max_norm": 1.0})
@@ -103,24 +100,26 @@ class Policy:
 
     schema: Annotated[int, whole(SCHEMA, SCHEMA)]
     """Version of the file format."""
-    name: Annotated[str, text(empty=False)]
+    name: _Line
     """Name of the policy in logs and errors."""
-    description: Annotated[str, text()] = ""
+    description: str = ""
     """One sentence for `healcore policy list`."""
-    references: Annotated[tuple[str, ...], listed(text(empty=False), empty=True)] = ()
+    references: Annotated[tuple[_Line, ...], Strict(strict=False)] = ()
     """Papers and projects from which the numbers come."""
-    mode: Annotated[str, one_of("heal", "observe")] = "heal"
+    mode: Literal["heal", "observe"] = "heal"
     """`observe` judges everything and changes nothing."""
     max_skips: StepsOrZero = EngineConfig().max_skips
     """Limit of consecutive finite steps that are skipped. Then steps are only clipped, until a
     step without an alarm."""
     grace_steps: StepsOrZero = EngineConfig().grace_steps
     """Steps after an expected change (`expect_change()`) in which only NaN and Inf are alarms."""
-    clip: ZClipConfig | FixedConfig | AutoClipConfig | AdaGCConfig | NoClip = NoClip()
+    clip: Annotated[
+        ZClipConfig | FixedConfig | AutoClipConfig | AdaGCConfig | NoClip, _ByKind()
+    ] = NoClip()
     """The clipping rule."""
-    detect: Detect = Detect()
+    detect: Annotated[Detect, BeforeValidator(_without_absent)] = Detect()
     """The detectors that are on."""
-    respond: tuple[Respond, ...] = ()
+    respond: Annotated[tuple[Respond, ...], Strict(strict=False)] = ()
     """The rules, in the order of the file."""
     incident: IncidentTable = IncidentTable()
     """Where incidents end."""
@@ -138,34 +137,32 @@ class Policy:
     """When a step counts as hung."""
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Yields rules that could never fire, or whose actions have no budget."""
+        """Yields what is wrong with a rule, its detectors, or the budget of its actions."""
         for i, rule in enumerate(self.respond):
+            for path, needed, write in rule.conflicts():
+                yield ("respond", i, *path), needed, write
             if not rule.for_faults:
                 for j, cause in enumerate(rule.to):
                     yield from self._cause_conflicts(("respond", i, "to", j), cause, rule)
             for action, budget in _BUDGET_KEYS:
                 if action in rule.do and getattr(self.budget, budget) == 0:
-                    condition = f"an action with a budget above 0; budget.{budget} is 0"
+                    needed = f"an action with a budget above 0; budget.{budget} is 0"
                     write = f"budget.{budget} = 3, or drop {action!r} from the rule"
-                    yield ("respond", i, "do", rule.do.index(action)), action, condition, write
+                    yield ("respond", i, "do", rule.do.index(action)), needed, write
 
-    def _cause_conflicts(
-        self, path: tuple[str | int, ...], cause: str, rule: Respond
-    ) -> Iterator[Conflict]:
+    def _cause_conflicts(self, path: Path, cause: str, rule: Respond) -> Iterator[Conflict]:
         """Yields the conflicts of one cause of a rule with the detectors that are on."""
         detector = detector_of(cause)
         if getattr(self.detect, detector) is None:
-            condition = f"a cause whose detector is on; [detect.{detector}] is missing"
-            write = f"a table [detect.{detector}], or drop {cause!r} from the rule"
-            yield path, cause, condition, write
+            needed = f"a cause whose detector is on; [detect.{detector}] is missing"
+            yield path, needed, f"a table [detect.{detector}], or drop {cause!r} from the rule"
         # Some detectors raise alarms of the same cause, which the engine cannot distinguish.
         for other, config in self.detect._asdict().items():
             if config is None or other == detector or other in rule.to:
                 continue
             if CAUSES[other] & CAUSES[cause]:
-                condition = f"named with [detect.{other}], whose alarms have its cause too"
-                write = f'to = ["{cause}", "{other}"], or only one of the two tables'
-                yield path, cause, condition, write
+                needed = f"named with [detect.{other}], whose alarms have its cause too"
+                yield path, needed, f'to = ["{cause}", "{other}"], or only one of the two tables'
 
     def config(self) -> EngineConfig:
         """Makes the core's config.
@@ -174,9 +171,13 @@ class Policy:
             The config without the parts that only the host uses. Floats are rounded to float32
             once, for all backends.
         """
-        clip = None
-        if not isinstance(self.clip, NoClip):
-            clip = rounded(self.clip)
+        clip = None if isinstance(self.clip, NoClip) else rounded(self.clip)
+        rules = []
+        for rule in self._detector_rules():
+            if self._is_for_host(rule):
+                rule = rule._replace(action=rule.action & ~int(Action.ROLLBACK))
+            if rule.skip or rule.action:
+                rules.append(rule)
         detectors = []
         for name, table in self.detect._asdict().items():
             if table is not None:
@@ -185,7 +186,7 @@ class Policy:
             mode=self.mode,
             clip=clip,
             detectors=tuple(detectors),
-            rules=tuple(rule for rule in self._rules() if rule.skip or rule.action),
+            rules=tuple(rules),
             incident=rounded(self.incident, IncidentConfig),
             rollback=rounded(self.rollback, RollbackConfig),
             lr=rounded(self.lr),
@@ -193,19 +194,6 @@ class Policy:
             max_skips=self.max_skips,
             grace_steps=self.grace_steps,
         )
-
-    def _detector_rules(self) -> Iterator[RuleConfig]:
-        for rule in self.respond:
-            if not rule.for_faults:
-                yield rule.config()
-
-    def _rules(self) -> Iterator[RuleConfig]:
-        """The rules of the engine, without the actions of `host_rules`."""
-        for rule in self._detector_rules():
-            if self._is_for_host(rule):
-                yield rule._replace(action=rule.action & ~int(Action.ROLLBACK))
-            else:
-                yield rule
 
     def host_rules(self) -> tuple[RuleConfig, ...]:
         """Finds the rules whose rollback the host orders instead of the engine.
@@ -221,6 +209,9 @@ class Policy:
             if self._is_for_host(rule):
                 rules.append(rule._replace(skip=False, action=int(Action.ROLLBACK)))
         return tuple(rules)
+
+    def _detector_rules(self) -> list[RuleConfig]:
+        return [rule.config() for rule in self.respond if not rule.for_faults]
 
     def _is_for_host(self, rule: RuleConfig) -> bool:
         only_nonfinite = not rule.causes & ~int(NONFINITE)
@@ -282,7 +273,48 @@ def to_dict(policy: Policy) -> dict[str, Any]:
         The document with every key, as `from_dict` reads it. An absent limit is the string "none",
         a detector that is off is absent.
     """
-    return written(policy)
+    return _plain(policy)
+
+
+def _plain(table: Any) -> dict[str, Any]:
+    document: dict[str, Any] = {}
+    if hasattr(table, "kind"):
+        document["kind"] = table.kind
+    for name, value in table._asdict().items():
+        if is_table(value):
+            document[name] = _plain(value)
+        elif isinstance(value, tuple):
+            document[name] = [_plain(each) if is_table(each) else each for each in value]
+        elif value is not None:
+            document[name] = value
+        elif not isinstance(table, Detect):
+            document[name] = NONE
+    return document
+
+
+def is_table(value: object) -> bool:
+    """Whether a class, or the class of an object, declares a table: it is a NamedTuple."""
+    return hasattr(value, "_fields")
+
+
+def rounded(table: Any, core: Any = None) -> Any:
+    """Makes the core's config of a table.
+
+    Floats are rounded to float32 here, once for all backends. Otherwise JAX would round them in the
+    jitted step and NumPy would not, and the backends could decide differently.
+
+    Args:
+        table: a table, or a value of it.
+        core: class of the config, whose fields the table has too. None for the class of the table,
+            if the core uses the table itself.
+
+    Returns:
+        The config, or the rounded value.
+    """
+    if is_table(table):
+        core = core or type(table)
+        return core(*(rounded(getattr(table, name)) for name in core._fields))
+    return to_float32(table) if isinstance(table, float) else table
 
 
 def fingerprint(policy: Policy) -> str:
@@ -304,3 +336,47 @@ def fingerprint(policy: Policy) -> str:
     digest = policy.engine().fingerprint
     assert digest is not None, "a policy has Python numbers, not arrays"
     return digest
+
+
+class Difference(NamedTuple):
+    """A key with different values in two policies.
+
+    Attributes:
+        key: dotted key, for example `clip.z_threshold` or `respond[0].do`.
+        left: value in the first policy, or None if that policy lacks the key.
+        right: value in the second policy, or None if that policy lacks the key.
+    """
+
+    key: str
+    left: Any
+    right: Any
+
+
+def diff(left: Policy, right: Policy) -> tuple[Difference, ...]:
+    """Compares two policies key by key, defaults included, and rules by their number.
+
+        left, right = load("default"), load("default", mode="observe")
+        healcore.policy.diff(left, right)  # (Difference(key='mode', left='heal', right='observe'),)
+
+    Args:
+        left: a policy.
+        right: another policy.
+
+    Returns:
+        The keys with different values, in the order of the file. If only one policy has a table,
+        each key of the table is listed, or the table itself if it is empty.
+    """
+    ours, others = dict(_flat(to_dict(left))), dict(_flat(to_dict(right)))
+    found = (Difference(key, ours.get(key), others.get(key)) for key in {**ours, **others})
+    return tuple(each for each in found if each.left != each.right)
+
+
+def _flat(data: Any, path: Path = ()) -> Iterator[tuple[str, Any]]:
+    """Yields the dotted key and the value of each entry of nested tables."""
+    if path == ("respond",):
+        data = dict(enumerate(data))
+    if not data or not isinstance(data, dict):
+        yield dotted(path), data
+        return
+    for key, value in data.items():
+        yield from _flat(value, (*path, key))

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from healcore import regular_file
+from healcore.core.clipping import FixedConfig
 from healcore.core.engine import Engine, EngineConfig
-from healcore.policy.document import SCHEMA, Policy, to_dict
-from healcore.policy.overrides import Overrides, Table, check_keywords, merged
-from healcore.policy.tables import PolicyError, policy_error, read_document, show_value
+from healcore.policy.document import NoClip, Policy, to_dict
+from healcore.policy.overrides import Overrides, Table, merged
+from healcore.policy.problems import policy_error, show_value
+from healcore.policy.reading import from_dict
 
 PRESETS = ("default", "pretraining", "aggressive", "conservative", "observe", "zclip")
 """healcore's own policies; all others in `healcore.policies` are recipes, published settings."""
@@ -54,16 +56,16 @@ def load(policy: PolicySource, **overrides: Unpack[Overrides]) -> Policy:
     data, source = _document_of(policy, overrides)
     if overrides:
         source = f"{source} with {', '.join(overrides)} given as keywords"
-        check_keywords(overrides, source)
-    return from_dict(merged(data, overrides, source), source=source)
+        data = merged(data, overrides, source)
+    return from_dict(data, source=source)
 
 
 def _document_of(policy: PolicySource, overrides: Table) -> tuple[dict[str, Any], str]:
     """The unvalidated document of a policy, and its name in error messages."""
     if isinstance(policy, Policy):
         return to_dict(policy), policy.name
-    if isinstance(policy, str) and not _is_path(policy):
-        return _parse(_text_of(policy), policy), policy
+    if isinstance(policy, str) and not (policy.endswith(".toml") or Path(policy).name != policy):
+        return _parse(preset_text(policy), policy), policy
     if isinstance(policy, str | os.PathLike):
         source = os.fsdecode(policy)
         return _parse(_read(policy), source), source
@@ -72,25 +74,6 @@ def _document_of(policy: PolicySource, overrides: Table) -> tuple[dict[str, Any]
         rule += f", to replace {', '.join(overrides)} by keyword"
     write = '"default", or from_dict(...) for a mapping'
     raise policy_error(type(policy).__name__, show_value(policy), rule, write, key="policy")
-
-
-def _is_path(policy: str) -> bool:
-    return policy.endswith(".toml") or "/" in policy or os.sep in policy
-
-
-def _text_of(name: str) -> str:
-    """The text of a preset or recipe; raises `PolicyError` with the most similar name."""
-    known = (*PRESETS, *recipe_names())
-    if name in known:
-        return preset_text(name)
-    rule = f"one of {', '.join(known)}"
-    write = f"for a file write {name}.toml"
-    similar = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    if similar:
-        rule = "the name of a preset or recipe of `healcore policy list`"
-        write = f"did you mean {similar[0]!r}? For a file write {name}.toml"
-    shown = show_value(name)
-    raise policy_error(shown, shown, rule, write, key="policy", unreadable=True)
 
 
 def loads(text: str, *, source: str = "<text>") -> Policy:
@@ -112,10 +95,6 @@ def loads(text: str, *, source: str = "<text>") -> Policy:
     Raises:
         PolicyError: as `load`.
     """
-    if not isinstance(text, str):
-        raise policy_error(
-            source, show_value(text), "TOML text, a str", "text.decode(), or load(path)"
-        )
     return from_dict(_parse(text, source), source=source)
 
 
@@ -126,57 +105,19 @@ def _parse(text: str, source: str) -> dict[str, Any]:
     # ValueError includes TOMLDecodeError, impossible dates and numbers with too many digits. A
     # thousand nested brackets are a RecursionError.
     except (ValueError, RecursionError) as error:
-        reason = str(error)
-        if isinstance(error, RecursionError):
-            reason = "brackets nested too deeply"
         write = "correct the syntax at that place"
-        raise policy_error(source, reason, "TOML (https://toml.io)", write) from error
-
-
-def from_dict(data: Mapping[str, Any], *, source: str = "<dict>") -> Policy:
-    """Validates a policy given as nested mappings and lists, as `to_dict` writes it.
-
-        document = {"schema": 1, "name": "mine", "detect": {"nonfinite": {}}}
-        policy = healcore.policy.from_dict(document)
-
-    Args:
-        data: the document.
-        source: name of the document in error messages.
-
-    Returns:
-        The policy.
-
-    Raises:
-        PolicyError: as `load`, with every problem of the document.
-    """
-    # Check the schema first: keys of another schema would give many misleading errors.
-    schema = None
-    if isinstance(data, Mapping):
-        schema = data.get("schema")
-    if isinstance(schema, int) and not isinstance(schema, bool) and schema != SCHEMA:
-        rule = f"{SCHEMA}, the version of the file format that this release reads"
-        write = "schema = 1, or upgrade healcore if a newer one wrote the file"
-        raise policy_error(source, show_value(schema), rule, write, key="schema")
-    policy, problems = read_document(data, Policy)
-    if problems:
-        raise PolicyError(source, problems)
-    return policy
+        raise policy_error(source, str(error), "TOML (https://toml.io)", write) from error
 
 
 def _read(path: str | os.PathLike[str]) -> str:
     """Reads the file's text; raises `PolicyError`."""
     try:
         return regular_file.read(Path(path), _MAX_FILE_BYTES).decode()
-    except UnicodeDecodeError as error:
-        reason = f"not UTF-8 at byte {error.start}"
-        rule = "a text file in UTF-8"
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        reason = str(error)
-        if isinstance(error, OSError) and error.strerror:
-            reason = error.strerror
-        rule = "a file that can be read"
-    write = f"the path of a TOML file, or a preset: {', '.join(preset_names())}"
-    raise policy_error(os.fsdecode(path), reason, rule, write, unreadable=True)
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the path
+        rule = "a text file in UTF-8 that can be read"
+        write = f"the path of a TOML file, or a preset: {', '.join(PRESETS)}"
+        name = os.fsdecode(path)
+        raise policy_error(name, str(error), rule, write, unreadable=True) from error
 
 
 def resolve(policy: PolicyLike, overrides: Mapping[str, Any] = {}) -> Policy | Engine:
@@ -250,21 +191,6 @@ def recipe_names() -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-def name_of(fingerprint: str | None) -> str | None:
-    """Finds a preset or recipe by its fingerprint.
-
-    Args:
-        fingerprint: `Engine.fingerprint`, which is None for an engine of traced arrays.
-
-    Returns:
-        The name, or None if no policy of healcore has this fingerprint.
-    """
-    for name in (*preset_names(), *recipe_names()):
-        if engine_of(name).fingerprint == fingerprint:
-            return name
-    return None
-
-
 def preset_text(name: str) -> str:
     """Reads the TOML text of a preset or recipe, including comments.
 
@@ -277,8 +203,53 @@ def preset_text(name: str) -> str:
         The text, a good start for a policy of your own.
 
     Raises:
-        KeyError: no policy has this name.
+        PolicyError: no policy has this name.
     """
-    if name not in (*preset_names(), *recipe_names()):
-        raise KeyError(name)
-    return (resources.files("healcore.policies") / f"{name}.toml").read_text(encoding="utf-8")
+    known = (*PRESETS, *recipe_names())
+    if name in known:
+        return (resources.files("healcore.policies") / f"{name}.toml").read_text(encoding="utf-8")
+    similar = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    write = f"did you mean {similar[0]!r}? " if similar else f"one of {', '.join(known)}. "
+    write += f"For a file write {name}.toml"
+    shown = show_value(name)
+    rule = "the name of a preset or recipe of `healcore policy list`"
+    raise policy_error(shown, shown, rule, write, key="policy", unreadable=True)
+
+
+def can_apply_limit(policy: Policy | Engine) -> bool:
+    """Whether the policy's clipping can apply a fixed limit at every step.
+
+    Args:
+        policy: the policy or Engine of a trainer's run.
+
+    Returns:
+        False if the trainer has to clip, after the policy has measured: without clipping, where the
+        trainer's own clip gives the same bits as without healcore; in observe mode; with AdaGC,
+        whose limit ends with its warm-up; and for an Engine, whose numbers may be traced arrays.
+    """
+    return isinstance(policy, Policy) and policy.mode == "heal" and policy.clip.limits_every_step
+
+
+def with_limit(policy: Policy | Engine, limit: float | None) -> Policy | Engine:
+    """Gives a trainer's limit to the policy's clipping, unless the policy's own limit is lower.
+
+    A trainer clips before the policy measures the norm, so a spike of 700 would be judged as 1.0.
+    With this function the policy measures first, and clips.
+
+    Args:
+        policy: the policy or Engine of a trainer's run.
+        limit: largest gradient norm of the trainer, or None for no limit.
+
+    Returns:
+        The policy with the limit as `max_norm`. In a policy without clipping this limit alone
+        clips. The policy is unchanged if `limit` is None, for an Engine, in observe mode and with
+        AdaGC.
+    """
+    if limit is None or not isinstance(policy, Policy) or policy.mode != "heal":
+        return policy
+    if isinstance(policy.clip, NoClip):
+        return policy._replace(clip=FixedConfig(float(limit)))
+    own: Any = policy.clip.max_norm
+    if not policy.clip.limits_every_step or (own is not None and own <= limit):
+        return policy
+    return policy._replace(clip=policy.clip._replace(max_norm=float(limit)))

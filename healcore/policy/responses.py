@@ -9,28 +9,16 @@ keys of the host to the keys of the engine. `[retry]`, `[skip_batch]` and `[hang
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import GetPydanticSchema, Strict
+from pydantic_core.core_schema import literal_schema
 
 from healcore.core.decision import Action, Cause
 from healcore.core.detectors import CAUSES
-from healcore.core.engine import (
-    BudgetConfig,
-    IncidentConfig,
-    RollbackConfig,
-    RuleConfig,
-)
-from healcore.core.ranges import (
-    OnOff,
-    Positive,
-    Ratio,
-    Steps,
-    StepsOrZero,
-    number,
-    one_of,
-    whole,
-)
-from healcore.policy.tables import Conflict, listed
+from healcore.core.engine import BudgetConfig, IncidentConfig, RollbackConfig, RuleConfig
+from healcore.core.ranges import Positive, Range, Ratio, Steps, StepsOrZero, whole
+from healcore.policy.problems import Path
 
 FAULTS: dict[str, tuple[Cause, tuple[str, ...]]] = {
     "oom": (Cause.OOM, ("shrink_microbatch", "clear_cache", "save")),
@@ -46,14 +34,15 @@ ACTIONS = {action.name.lower(): action for action in Action if action.name}
 """Actions that `do` may name in addition to "skip", which the device performs within the step."""
 
 
-def _all_actions() -> tuple[str, ...]:
-    """Every action of a rule, for detectors first and then for faults."""
-    names = [SKIP, *ACTIONS]
-    for _, fault_actions in FAULTS.values():
-        for name in fault_actions:
-            if name not in names:
-                names.append(name)
-    return tuple(names)
+ALL_ACTIONS = tuple(
+    dict.fromkeys((SKIP, *ACTIONS, *(name for _, names in FAULTS.values() for name in names)))
+)
+"""Every action of a rule, for detectors first and then for faults."""
+Conflict = tuple[Path, str, str]
+"""A value that does not fit the others: its path, the rule that it violates, and what to write."""
+
+_Cause = Annotated[str, GetPydanticSchema(lambda *_: literal_schema([*CAUSES, *FAULTS]))]
+_Action = Annotated[str, GetPydanticSchema(lambda *_: literal_schema([*ALL_ACTIONS]))]
 
 
 class When(NamedTuple):
@@ -65,32 +54,18 @@ class When(NamedTuple):
         when = { count = 5, within = 100 }      # five hits among the last 100 steps
     """
 
-    sustained: OnOff = False
+    sustained: bool = False
     """Only alarms that the detector calls sustained are hits."""
     consecutive: Annotated[int, whole(1, 1_000_000)] = 1
     """Hits in a row from which the rule fires."""
     # The window is an int32 ring in the engine's state, so its length takes memory in checkpoints.
     count: Annotated[int, whole(0, 4096)] = 0
-    """Hits within the last `within` steps from which the rule fires."""
+    """Hits within the last `within` steps from which the rule fires. At most `within`."""
     within: Annotated[int, whole(0, 4096)] = 0
     """Length of the window for `count`, in steps. Set both or neither."""
 
-    AT_MOST = (("count", "within"),)
 
-    def conflicts(self) -> Iterator[Conflict]:
-        """Yields a conflict if `count` or `within` is set alone."""
-        if self.count and not self.within:
-            present, absent = "count", "within"
-        elif self.within and not self.count:
-            present, absent = "within", "count"
-        else:
-            return
-        rule = f"together with {absent}: a number of hits, and a window in steps"
-        yield (present,), getattr(self, present), rule, "when = { count = 5, within = 100 }"
-
-
-@dataclass(frozen=True)
-class Respond:
+class Respond(NamedTuple):
     """One rule, either for causes of detectors or for faults.
 
     A detector judges a step, so its rule is part of the engine and is the same on all backends. A
@@ -101,9 +76,9 @@ class Respond:
         do = ["skip"]
     """
 
-    to: Annotated[tuple[str, ...], listed(one_of(*CAUSES, *FAULTS))]
+    to: Annotated[tuple[_Cause, ...], Strict(strict=False)]
     """Causes to which the rule responds. A cause of a detector needs the table of its detector."""
-    do: Annotated[tuple[str, ...], listed(one_of(*_all_actions()))]
+    do: Annotated[tuple[_Action, ...], Strict(strict=False)]
     """Actions of the rule."""
     when: When = When()
     """When the rule fires."""
@@ -111,33 +86,29 @@ class Respond:
     @property
     def for_faults(self) -> bool:
         """Whether the rule is for faults; the engine does not see such rules."""
-        return self.to[0] in FAULTS
+        return any(cause in FAULTS for cause in self.to)
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Yields mixed kinds of causes, and actions that do not fit all causes."""
-        for j, cause in enumerate(self.to):
-            if (cause in FAULTS) is self.for_faults:
-                continue
-            if self.for_faults:
-                sources = "one comes from a step, the other from an exception"
-            else:
-                sources = "one comes from an exception, the other from a step"
-            rule = f"of the same kind as {self.to[0]!r}: {sources}"
-            yield ("to", j), cause, rule, f"a separate rule for {cause!r}"
-            return  # the actions fit one kind or the other
-        for cause in self.to:
-            allowed = (SKIP, *ACTIONS)
-            if self.for_faults:
-                _, allowed = FAULTS[cause]
+        """Yields mixed kinds of causes, actions that do not fit, and conditions without effect."""
+        for name, example in (("to", "nonfinite"), ("do", "skip")):
+            if not getattr(self, name):
+                yield (name,), "a non-empty list", f'{name} = ["{example}"]'
+        for i, cause in enumerate(self.to):
+            _, allowed = FAULTS.get(cause, (None, (SKIP, *ACTIONS)))
+            if (cause in FAULTS) != self.for_faults:
+                rule = "of the same kind as the others: a cause of a step, or of an exception"
+                yield ("to", i), rule, f"a separate rule for {cause!r}"
+                return  # the actions fit one kind or the other
             for j, action in enumerate(self.do):
                 if action not in allowed:
-                    choices = ", ".join(f'"{name}"' for name in allowed)
-                    rule = f"an action for {cause!r}: one of {choices}"
-                    yield ("do", j), action, rule, f"drop {action!r}"
+                    rule = f"an action for {cause!r}: one of {', '.join(allowed)}"
+                    yield ("do", j), rule, f"drop {action!r}"
         if self.for_faults and self.when != When():
-            changed = dict(set(self.when._asdict().items()) - set(When()._asdict().items()))
             rule = "in rules for detectors; faults have [retry], [skip_batch], [hang] and [budget]"
-            yield ("when",), changed, rule, "drop when"
+            yield ("when",), rule, "drop when"
+        elif bool(self.when.count) != bool(self.when.within) or self.when.count > self.when.within:
+            rule = "count and within together, and count at most within"
+            yield ("when", "count"), rule, "when = { count = 5, within = 100 }"
 
     def config(self) -> RuleConfig:
         """The core's rule, with flags instead of names; only for rules without faults."""
@@ -192,18 +163,18 @@ class Rollback(NamedTuple):
     """Healthy steps after a checkpoint until the checkpoint counts as known-good."""
     skip_batches: StepsOrZero = 0
     """Batches that a rollback skips after the batches of the incident."""
-    confirm: OnOff = False
+    confirm: bool = False
     """Whether the `Healer` rolls back only if the weights are not finite or earlier weights are
     better. Other rollbacks are refused, and do not use the budget. The `Healer` itself applies the
     rules that roll back for NaN and Inf, because `attach` and `protect` cannot inspect weights."""
-    evidence: Annotated[float, number(at_least=10)] = 1e4
+    evidence: Annotated[float, Range(ge=10)] = 1e4
     """With a `loss_fn`: lower bound of the mean number of comparisons per false rollback."""
-    nonfinite_state: Annotated[str, one_of("alert", "rollback", "stop")] = "rollback"
+    nonfinite_state: Literal["alert", "rollback", "stop"] = "rollback"
     """Response to a save that finds NaN or Inf in weights, moments or other saved arrays,
     although no step raised an alarm. If the policy has no rule that rolls back or stops for NaN and
     Inf, as `zclip`, also the response to weights that are not finite: they are checked after 10
     such steps in a row. Arrays in `nonfinite_ok` are not checked."""
-    reset_moments: OnOff = False
+    reset_moments: bool = False
     """Whether a rollback also resets the optimizer's moments and the counters of their bias
     correction."""
 
@@ -239,7 +210,7 @@ class Retry(NamedTuple):
     """Ratio of each wait to the previous wait."""
     max_delay_s: Positive = 60.0
     """Longest wait in seconds."""
-    jitter: Annotated[float, number(at_least=0, at_most=1)] = 0.5
+    jitter: Annotated[float, Range(ge=0, le=1)] = 0.5
     """Random share of a wait, so that many processes do not retry at once."""
     attempts: Annotated[int, whole(1, 1000)] = 8
     """Attempts in total; then the last error is raised."""
@@ -258,7 +229,7 @@ class Hang(NamedTuple):
     """Seconds for one step, or for one batch to arrive."""
     first_step_s: Positive = 7200.0
     """The same for the first step of a process, which compiles; at least `timeout_s`."""
-    between_steps: OnOff = False
+    between_steps: bool = False
     """Whether the time between the optimizer's step and the next batch counts too, for example
     your evaluation, your checkpoints, or `loss.item()`."""
 

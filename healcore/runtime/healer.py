@@ -10,7 +10,6 @@ from typing import Any, Generic, Literal, Self, SupportsFloat, TypeVar, Unpack
 
 from healcore.core.errors import HealcoreError
 from healcore.policy import Overrides, PolicyLike
-from healcore.policy.overrides import check_spelling
 from healcore.runtime.batch_iterator import Batch, Batches
 from healcore.runtime.data.loaders import Loader
 from healcore.runtime.data.scan_blocks import ScanBlocks
@@ -125,7 +124,6 @@ class Healer(Generic[State]):
     Raises:
         healcore.policy.PolicyError: the policy does not exist or is invalid.
         ValueError: another argument is out of range.
-        TypeError: an unknown keyword resembles the name of an argument.
         healcore.errors.MissingExtraError: the library of a tracker is not installed.
     """
 
@@ -146,7 +144,6 @@ class Healer(Generic[State]):
         stop_file: str | os.PathLike[str] | None = None,
         **overrides: Unpack[Overrides],
     ) -> None:
-        check_spelling(overrides, Healer)
         self._options = Options(
             policy=HostPolicy.of(policy, overrides, trainer_limit(state)),
             state=state,

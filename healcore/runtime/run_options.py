@@ -18,9 +18,8 @@ from healcore.core.decision import NONFINITE, Action, Cause, Decision
 from healcore.core.engine import Engine, RuleConfig
 from healcore.core.step_record import Readings, SuspectGradient
 from healcore.policy import Policy, PolicyLike, dumps
-from healcore.policy.loader import resolve
+from healcore.policy.loader import resolve, with_limit
 from healcore.policy.responses import Budget, Hang, IncidentTable, Retry, Rollback, SkipBatch
-from healcore.policy.variants import with_limit
 from healcore.runtime.faults.failures import Failure, failures_of
 from healcore.runtime.store.checkpoints import Keep
 

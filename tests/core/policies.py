@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from healcore.core.clipping import RULES
+from healcore.core.clipping import AdaGCConfig, AutoClipConfig, FixedConfig, ZClipConfig
 from healcore.core.decision import Action, Cause
 from healcore.core.detectors import DETECTORS
 from healcore.core.engine import (
@@ -15,6 +15,10 @@ from healcore.core.engine import (
     RuleConfig,
 )
 
+RULES: dict[str, Any] = {
+    rule.kind: rule for rule in (ZClipConfig, FixedConfig, AutoClipConfig, AdaGCConfig)
+}
+"""The clipping rules by their names in a policy file."""
 CLIPS: dict[str, Any] = {
     "zclip": RULES["zclip"](warmup_steps=20),
     "zclip-mean": RULES["zclip"](target="mean", max_norm=None, warmup_steps=11),

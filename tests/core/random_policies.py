@@ -6,7 +6,6 @@ import hypothesis
 from hypothesis import strategies as st
 
 from healcore.core.baseline import ShiftConfig
-from healcore.core.clipping import RULES
 from healcore.core.detectors import DETECTORS
 from healcore.core.engine import (
     BudgetConfig,
@@ -16,6 +15,7 @@ from healcore.core.engine import (
     RollbackConfig,
     RuleConfig,
 )
+from tests.core.policies import RULES
 
 # Deterministic and short: `make test` has two cores and a few minutes for everything.
 BOUNDED: dict[str, Any] = {

@@ -12,9 +12,9 @@ import pytest
 import torch
 from zclip import ZClip
 
-from healcore.core.clipping import RULES
 from healcore.core.engine import EngineConfig
 from tests.core.engine_runner import Runner
+from tests.core.policies import RULES
 from tests.packaging.page_text import text
 
 MODES = {

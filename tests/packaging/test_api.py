@@ -42,7 +42,7 @@ SURFACE = {
 """Public names of a module. A deliberate change is listed in CHANGELOG.md too."""
 INTERNAL = {
     "ChecksumError", "NotRecordable", "UnsplittableBatch", "EpochChanged", "WeightsChanged",
-    "NotComparable", "RuleBroken",
+    "NotComparable",
 }  # fmt: skip
 """Errors that are raised and caught within healcore; nobody outside ever sees one."""
 OF_COMMANDS = ("healcore.tools.", "healcore.demo_runs", "healcore.checkpoint_contents")

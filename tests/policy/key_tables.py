@@ -5,7 +5,6 @@ docstring of the field, in the table or else in the engine's config.
 """
 
 import ast
-import dataclasses
 import functools
 import inspect
 import json
@@ -13,15 +12,23 @@ import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from healcore.core import engine
 from healcore.core.baseline import ShiftConfig
-from healcore.core.ranges import NONE
+from healcore.core.detectors import CAUSES, Detect
+from healcore.core.ranges import NONE, Range
 from healcore.policy import load, to_dict
-from healcore.policy.document import Detect, Policy
-from healcore.policy.responses import Budget, IncidentTable, Respond, Rollback, When
-from healcore.policy.tables import keys_of
+from healcore.policy.document import Policy
+from healcore.policy.responses import (
+    ALL_ACTIONS,
+    FAULTS,
+    Budget,
+    IncidentTable,
+    Respond,
+    Rollback,
+    When,
+)
 
 CORE: dict[type, type] = {
     IncidentTable: engine.IncidentConfig,
@@ -31,25 +38,57 @@ CORE: dict[type, type] = {
 """Tables of a file with the engine's configs of the same keys, which have further sentences."""
 PAGES = [Path(__file__).parents[2] / "docs" / name for name in ("policies.md", "other-tools.md")]
 PAGE = "\f".join(page.read_text() for page in PAGES)
-WORDS = {
-    "a finite number": "float",
-    "a whole number from ": "int ",
-    "true or false": "bool",
-    "10000000": "1e7",
-    " to ": "–",
-    " above ": " >",
-    " of at least ": " ≥",
-    " of at most ": " ≤",
-    " below ": " <",
-    " and ": ", ",
-    "a non-empty list, each entry one of ": "list of ",
+REQUIRED = object()
+LINE = "a non-empty string on one line"
+TEXTS = {
+    "schema": "1",
+    "name": LINE,
+    "description": "a string",
+    "references": f"a list, each entry {LINE}",
+    "to": "list of " + ", ".join(f'"{name}"' for name in (*CAUSES, *FAULTS)),
+    "do": "list of " + ", ".join(f'"{name}"' for name in ALL_ACTIONS),
 }
-"""Words of a range, and what the page has instead."""
+"""Ranges that are not a number, a flag or one of a few words."""
 HEAD = "key | if missing, range | meaning\n---|---|---"
 HEAD_WITH_DEFAULT = "key | `default` | if missing, range | meaning\n---|---|---|---"
 """The head of a table that also has the values of the policy `default`."""
 TOGETHER = (("loss_spike", "grad_spike"), ("loss_window", "grad_window"))
 """Detectors with the same keys, which share a section."""
+
+
+class Key(NamedTuple):
+    """A key of a table: its default, its range as text, or the tables that it has."""
+
+    default: Any
+    range: str
+    tables: tuple[Any, ...]
+
+
+def keys_of(table: Any) -> dict[str, Key]:
+    """The keys of a table, in the order of the file."""
+    keys = {}
+    hints = get_type_hints(table, include_extras=True)
+    for (name, hint), bare in zip(hints.items(), get_type_hints(table).values(), strict=True):
+        parts = get_args(bare) or (bare,)
+        tables = tuple(part for part in parts if hasattr(part, "_fields"))
+        metadata = getattr(hint, "__metadata__", ())
+        text = TEXTS.get(name, "") if table in (Policy, Respond) else ""
+        if get_origin(hint) is Literal:
+            text = "one of " + ", ".join(f'"{word}"' for word in get_args(hint))
+        elif hint is bool:
+            text = "bool"
+        elif not text and metadata and isinstance(metadata[0], Range):
+            text = _numbers(metadata[0])
+        keys[name] = Key(table._field_defaults.get(name, REQUIRED), text, tables)
+    return keys
+
+
+def _numbers(kept: Range) -> str:
+    if kept.kind is int:
+        return f"int {kept.ge}–{kept.le}".replace("10000000", "1e7")
+    signs = {">": kept.gt, "≥": kept.ge, "<": kept.lt, "≤": kept.le}
+    bounds = ", ".join(f"{sign}{bound:g}" for sign, bound in signs.items() if bound is not None)
+    return f"float {bounds}".strip() + (f', or "{NONE}"' if kept.none else "")
 
 
 def sections() -> Iterator[tuple[str, tuple[type, ...]]]:
@@ -86,12 +125,11 @@ def in_default(heading: str) -> dict[str, Any] | None:
 def table_of(heading: str, tables: tuple[type, ...]) -> str:
     """The table of a section, or nothing without keys. Defaults are in the heading's order."""
     of_default = in_default(heading)
-    keys = [{name: key for name, key in keys_of(each).items() if key.value} for each in tables]
+    keys = [{name: key for name, key in keys_of(each).items() if key.range} for each in tables]
     lines = []
     for name, key in keys[0].items():
         same = [each[name] for each in keys]
-        assert len({each.value.rule for each in same if each.value}) == 1
-        assert key.value is not None
+        assert len({each.range for each in same}) == 1
         shown = [_shown(each.default) for each in same]
         default = shown[0] if len(set(shown)) == 1 else " / ".join(shown)
         meaning = _meaning(tables[0], name)
@@ -99,7 +137,7 @@ def table_of(heading: str, tables: tuple[type, ...]) -> str:
         if of_default is not None:
             is_short = not isinstance(of_default[name], list) and name != "description"
             own = f" | {_shown(of_default[name]) if is_short else '…'}"
-        lines.append(f"`{name}`{own} | {default}, {_range(key.value.rule)} | {meaning}")
+        lines.append(f"`{name}`{own} | {default}, {key.range} | {meaning}")
     head = HEAD if of_default is None else HEAD_WITH_DEFAULT
     return "\n".join((head, *lines)) if lines else ""
 
@@ -116,14 +154,8 @@ def _meaning(table: type, name: str) -> str:
     return text
 
 
-def _range(rule: str) -> str:
-    for words, short in WORDS.items() if not rule.startswith("one of") else ():
-        rule = rule.replace(words, short)
-    return rule
-
-
 def _shown(default: Any) -> str:
-    if default is dataclasses.MISSING:
+    if default is REQUIRED:
         return "required"
     if default is None:
         default = NONE

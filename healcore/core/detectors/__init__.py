@@ -7,7 +7,7 @@ flags of an alarm. A detector is inactive without the signals in `NEEDS`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 from healcore.core.decision import NONFINITE, Cause
 from healcore.core.detectors.loss_records import InstabilityConfig, RecordsConfig
@@ -26,22 +26,33 @@ from healcore.core.detectors.windows import (
     LossWindowConfig,
 )
 
+
+class Detect(NamedTuple):
+    """`[detect]`: the thresholds of each detector, or None for a detector that is off.
+
+    A detector is on if the file has its table, also if the table is empty: `[detect.plateau]`. The
+    detectors run in the order of the fields.
+    """
+
+    nonfinite: NonFiniteConfig | None = None
+    loss_spike: LossSpikeConfig | None = None
+    grad_spike: GradSpikeConfig | None = None
+    divergence: DivergenceConfig | None = None
+    instability: InstabilityConfig | None = None
+    records: RecordsConfig | None = None
+    vanishing: VanishingConfig | None = None
+    plateau: PlateauConfig | None = None
+    overfit: OverfitConfig | None = None
+    loss_ratio: LossRatioConfig | None = None
+    loss_ceiling: LossCeilingConfig | None = None
+    loss_window: LossWindowConfig | None = None
+    grad_window: GradWindowConfig | None = None
+    grad_ema: GradEmaConfig | None = None
+    grad_ceiling: GradCeilingConfig | None = None
+
+
 DETECTORS: dict[str, Any] = {
-    "nonfinite": NonFiniteConfig,
-    "loss_spike": LossSpikeConfig,
-    "grad_spike": GradSpikeConfig,
-    "divergence": DivergenceConfig,
-    "instability": InstabilityConfig,
-    "records": RecordsConfig,
-    "vanishing": VanishingConfig,
-    "plateau": PlateauConfig,
-    "overfit": OverfitConfig,
-    "loss_ratio": LossRatioConfig,
-    "loss_ceiling": LossCeilingConfig,
-    "loss_window": LossWindowConfig,
-    "grad_window": GradWindowConfig,
-    "grad_ema": GradEmaConfig,
-    "grad_ceiling": GradCeilingConfig,
+    name: get_args(optional)[0] for name, optional in get_type_hints(Detect).items()
 }
 """Detectors by their name in a policy file, in the order in which they run."""
 

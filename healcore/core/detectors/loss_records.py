@@ -32,7 +32,7 @@ from healcore.core.array_namespace import (
     xp,
 )
 from healcore.core.decision import Cause, DetectorResult
-from healcore.core.ranges import Fraction, NotNegative, Ratio, Steps, number, whole
+from healcore.core.ranges import Fraction, NotNegative, Range, Ratio, Steps, whole
 from healcore.core.signals import CheckedSignals
 from healcore.core.trees import zero_init
 
@@ -110,7 +110,7 @@ class RecordsConfig(NamedTuple):
     file for the statistics.
     """
 
-    alpha: Annotated[Number, number(at_least=1e-9, below=1)] = 1e-3
+    alpha: Annotated[Number, Range(ge=1e-9, lt=1)] = 1e-3
     """Largest probability of any alarm in an endless exchangeable run."""
     record_rate: Fraction = 0.5
     """Probability of a record per step in a run with damage."""

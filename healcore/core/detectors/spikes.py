@@ -18,7 +18,7 @@ from healcore.core.array_namespace import (
     xp,
 )
 from healcore.core.decision import Cause, DetectorResult
-from healcore.core.ranges import Positive, Steps, number
+from healcore.core.ranges import Positive, Range, Steps
 from healcore.core.signals import CheckedSignals
 from healcore.core.trees import zero_init
 
@@ -207,7 +207,7 @@ class LossSpikeConfig(NamedTuple):
     z_threshold: Positive = 5.5
     """Height above the level, in units of the noise, from which a value is an outlier. A
     value at twice this height has a full vote. Frequent outliers raise the threshold."""
-    evidence: Annotated[Number, number(above=0, at_most=15)] = 2.0
+    evidence: Annotated[Number, Range(gt=0, le=15)] = 2.0
     """Sum of votes above which a spike is sustained."""
     window: Steps = NOISE_WINDOW
     """Number of values learnt before any is judged; later values have the weight 1 / window."""
@@ -229,7 +229,7 @@ class GradSpikeConfig(NamedTuple):
 
     z_threshold: Positive = 5.5
     """As `LossSpikeConfig.z_threshold`."""
-    evidence: Annotated[Number, number(above=0, at_most=15)] = 2.0
+    evidence: Annotated[Number, Range(gt=0, le=15)] = 2.0
     """As `LossSpikeConfig.evidence`."""
     window: Steps = NOISE_WINDOW
     """As `LossSpikeConfig.window`."""

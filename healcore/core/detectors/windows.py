@@ -17,7 +17,7 @@ import numpy as np
 from healcore.core import baseline
 from healcore.core.array_namespace import Flag, Float, Int, Number, complement, one_like, xp
 from healcore.core.decision import Cause, DetectorResult
-from healcore.core.ranges import Fraction, NotNegative, OnOff, Positive, Steps, number, whole
+from healcore.core.ranges import Fraction, NotNegative, Positive, Range, Steps, whole
 from healcore.core.signals import CheckedSignals
 from healcore.core.trees import zero_init, zeros
 
@@ -161,7 +161,7 @@ class LossRatioConfig(NamedTuple):
     window of zeros judges nothing.
     """
 
-    ratio: Annotated[Number, number(above=1)] = 2.0
+    ratio: Annotated[Number, Range(gt=1)] = 2.0
     """Multiple of the mean from which a loss is an outlier; above 1."""
     window: Annotated[int, whole(1, 4096)] = 100
     """Number of accepted losses in the window. Static: it is the length of an array."""
@@ -249,7 +249,7 @@ class LossWindowConfig(NamedTuple):
     """Number of values in the window. Static: it is the length of an array."""
     warmup_steps: Annotated[Number, whole(2, 4096)] = 64
     """Number of values in the window before any is judged; at most `window`."""
-    bessel: OnOff = True
+    bessel: bool = True
     """Whether the variance divides by n - 1 (OLMo, MaxText), not by n (Levanter). Static."""
     min_rel_std: NotNegative = 1e-4
     """Floor of the standard deviation as a fraction of the mean."""
@@ -342,7 +342,7 @@ class GradEmaConfig(NamedTuple):
     follows lasting level shifts. Zero norms are not learnt.
     """
 
-    ratio: Annotated[Number, number(above=1)] = 20.0
+    ratio: Annotated[Number, Range(gt=1)] = 20.0
     """Smallest ratio of an outlier to the average."""
     ema_decay: Fraction = 0.99
     """Decay of the average per accepted step."""

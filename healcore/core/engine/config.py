@@ -13,7 +13,7 @@ import numpy as np
 
 from healcore.core.array_namespace import Number, shortest_decimal
 from healcore.core.engine.rule import RuleConfig
-from healcore.core.ranges import Fraction, OnOff, Steps, StepsOrZero, number
+from healcore.core.ranges import Fraction, Range, Steps, StepsOrZero
 from healcore.core.trees import to_json_data
 
 
@@ -60,17 +60,17 @@ class LrConfig(NamedTuple):
 
     factor: Fraction = 0.5
     """Factor of one cut, in (0, 1)."""
-    floor: Annotated[Number, number(above=0, at_most=1)] = 0.1
+    floor: Annotated[Number, Range(gt=0, le=1)] = 0.1
     """Lower limit of the multiplier."""
     hold_steps: StepsOrZero = 100
     """Healthy steps at the cut rate before the ramp."""
     ramp_steps: StepsOrZero = 200
     """Healthy steps of the linear ramp to exactly 1.0, or to the ceiling."""
-    ceiling: Annotated[Number, number(at_least=0, at_most=1)] = 0.0
+    ceiling: Annotated[Number, Range(ge=0, le=1)] = 0.0
     """Where the ramp ends, as a fraction of the rate at which the run was cut. When the run has
     been healthy for long, the limit rises by 1 / `factor`. With 0 the ramp ends at the full
     schedule, even if that rate broke the run."""
-    reset_moments: OnOff = False
+    reset_moments: bool = False
     """Whether a cut also resets the optimizer's moments and the counters of their bias correction.
     Static."""
 
@@ -103,7 +103,7 @@ class EngineConfig(NamedTuple):
     mode: str = "heal"
     """`heal`, or `observe`, which judges everything and changes nothing. Static."""
     clip: Any = None
-    """The clipping rule, of a class in `clipping.RULES`, or None."""
+    """The clipping rule, of a class in `clipping`, or None."""
     detectors: tuple[tuple[str, Any], ...] = ()
     """(name in `detectors.DETECTORS`, its config), in the order in which they run."""
     rules: tuple[RuleConfig, ...] = ()

@@ -20,7 +20,7 @@ from typing import Any
 from healcore.console import counted, first_of
 from healcore.history import RunHistory
 from healcore.policy import PolicyError
-from healcore.policy.tables import Problem
+from healcore.policy.problems import Problem
 from healcore.runtime.driver import Driver
 from healcore.runtime.driver_choice import driver_for
 from healcore.runtime.healer_options import Options

@@ -101,7 +101,7 @@ def sweep(
     """Replay variants of a policy, and show the sums of each over all traces."""
     from healcore.policy import load
     from healcore.policy.overrides import parse_overrides
-    from healcore.policy.variants import variants
+    from healcore.tools.replay.variants import variants
 
     base = load(policy, **parse_overrides(set_ or (), "--set"))
     _replay_traces(traces, variants(base, vary), jsonl, None, column, join, sums_only=True)

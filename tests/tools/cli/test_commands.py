@@ -68,7 +68,7 @@ def test_check_of_a_wrong_one_goes_on_to_the_others(tmp_path):
     wrong.write_text('schema = 1\nname = "wrong"\n[clip]\nkind = "zclip"\nz_threshold = nan\n')
     done = healcore_cli("policy", "check", str(wrong), "default")
     assert done.exit_code == 1
-    for part in ("clip.z_threshold = nan", "wrong.toml: 1 problem", "write: z_threshold = 2.5"):
+    for part in ("clip.z_threshold = NaN", "wrong.toml: 1 problem", "write: z_threshold = 2.5"):
         assert part in done.stderr
     assert done.stdout.startswith("default: ok")
 

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 from healcore.core.decision import Action
 from healcore.policy import PolicyError, dumps, to_dict
 from healcore.policy import load as load_policy
-from healcore.policy.variants import variants
 from healcore.tools.cli import app
 from healcore.tools.replay import replay
+from healcore.tools.replay.variants import variants
 from healcore.tools.traces import open_traces
 from tests.tools.recorded_runs import FOLDER
 from tests.tools.replay import logs

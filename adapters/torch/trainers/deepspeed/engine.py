@@ -8,9 +8,7 @@ from torch import nn
 
 from healcore.console import Console, checked_console
 from healcore.policy import Overrides, PolicyLike, engine_of
-from healcore.policy.loader import resolve
-from healcore.policy.overrides import check_spelling
-from healcore.policy.variants import with_limit
+from healcore.policy.loader import resolve, with_limit
 from healcore.torch.attachment import Healing
 from healcore.torch.trainers.deepspeed.optimizer import DeepSpeedOptimizer
 
@@ -52,9 +50,7 @@ def heal_engine(
             that cannot hold DeepSpeed's limit, or anything that `attach` refuses. The DeepSpeed
             engine is unchanged.
         healcore.policy.PolicyError: the policy does not exist or is invalid.
-        TypeError: an unknown keyword resembles the name of an argument.
     """
-    check_spelling(overrides, heal_engine)
     printed = checked_console(console)
     part = DeepSpeedOptimizer(engine)
     core = engine_of(with_limit(resolve(policy, overrides), part.trainer_limit))

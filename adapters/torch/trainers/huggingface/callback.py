@@ -23,7 +23,7 @@ from transformers.trainer_utils import TrainOutput
 from healcore.core.engine import Engine
 from healcore.core.errors import AttachError
 from healcore.policy import Policy, PolicyLike, from_dict, to_dict
-from healcore.policy.variants import can_apply_limit, with_limit
+from healcore.policy.loader import can_apply_limit, with_limit
 from healcore.runtime.healer import Healer
 from healcore.runtime.healer_options import TrainerOptions
 from healcore.runtime.healing_report import HealingReport

@@ -18,7 +18,7 @@ from healcore.console import info
 from healcore.core.engine import Engine
 from healcore.core.errors import AttachError
 from healcore.policy import Policy, PolicyLike
-from healcore.policy.variants import can_apply_limit, with_limit
+from healcore.policy.loader import can_apply_limit, with_limit
 from healcore.runtime.healer import Healer
 from healcore.runtime.healer_options import TrainerOptions
 from healcore.runtime.run.incidents.metrics import ChangedMetrics

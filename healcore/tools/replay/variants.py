@@ -1,4 +1,4 @@
-"""Policies that are derived from a loaded policy: variants of a sweep, and a trainer's limit."""
+"""`variants`: the policies of a sweep."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from healcore.core.engine import Engine
-from healcore.policy.document import NoClip, Policy, to_dict
-from healcore.policy.loader import load
+from healcore.policy import Policy, load
 from healcore.policy.overrides import parse_overrides
-from healcore.policy.tables import policy_error
+from healcore.policy.problems import policy_error
 
 MAX_VARIANTS = 100
 """Largest number of variants. Nobody reads a larger table, and the best of many settings is the
@@ -64,44 +62,3 @@ def _split_values(text: str) -> list[str]:
         else:
             values[-1] += character
     return [value.strip() for value in values]
-
-
-def can_apply_limit(policy: Policy | Engine) -> bool:
-    """Whether the policy's clipping can apply a fixed limit at every step.
-
-    Args:
-        policy: the policy or Engine of a trainer's run.
-
-    Returns:
-        False if the trainer has to clip, after the policy has measured: without clipping, where the
-        trainer's own clip gives the same bits as without healcore; in observe mode; with AdaGC,
-        whose limit ends with its warm-up; and for an Engine, whose numbers may be traced arrays.
-    """
-    if not isinstance(policy, Policy) or policy.mode != "heal":
-        return False
-    return policy.clip.limits_every_step
-
-
-def with_limit(policy: Policy | Engine, limit: float | None) -> Policy | Engine:
-    """Gives a trainer's limit to the policy's clipping, unless the policy's own limit is lower.
-
-    A trainer clips before the policy measures the norm, so a spike of 700 would be judged as 1.0.
-    With this function the policy measures first, and clips.
-
-    Args:
-        policy: the policy or Engine of a trainer's run.
-        limit: largest gradient norm of the trainer, or None for no limit.
-
-    Returns:
-        The policy with the limit as `max_norm`. In a policy without clipping this limit alone
-        clips. The policy is unchanged if `limit` is None, for an Engine, in observe mode and with
-        AdaGC.
-    """
-    if limit is None or not isinstance(policy, Policy) or policy.mode != "heal":
-        return policy
-    if not (policy.clip.limits_every_step or isinstance(policy.clip, NoClip)):
-        return policy
-    own = to_dict(policy)["clip"].get("max_norm")
-    if isinstance(own, int | float) and own <= limit:
-        return policy
-    return load(policy, clip={"max_norm": float(limit)})
