@@ -248,8 +248,7 @@ def protect(
         SignalError, while tracing, for a signal that is not a 0-d number or bool.
 
     Raises:
-        TypeError: `inner` is not an optax transformation, or an unknown keyword resembles the name
-            of an argument.
+        TypeError: `inner` is not an optax transformation.
         ValueError: `records` is not a whole number >= 1.
         HealStateError: from `init`, the policy cuts the learning rate and `inner` keeps a second
             iterate that the cut does not reach; see `scale_by_heal_lr`.

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import tomli_w
-from pydantic import BeforeValidator, Field, Strict
+from pydantic import BeforeValidator, Field, GetPydanticSchema, Strict
 from pydantic_core import core_schema
 
 from healcore.core.clipping import AdaGCConfig, AutoClipConfig, FixedConfig, ZClipConfig
@@ -24,8 +24,9 @@ from healcore.core.engine import (
     RollbackConfig,
     RuleConfig,
 )
+from healcore.core.engine.config import differences
 from healcore.core.ranges import NONE, StepsOrZero, to_float32, whole
-from healcore.policy.problems import Path, dotted
+from healcore.policy.problems import Path
 from healcore.policy.responses import (
     FAULTS,
     Budget,
@@ -51,18 +52,13 @@ class NoClip(NamedTuple):
     limits_every_step = False
 
 
-class _ByKind:
-    """Metadata of one of several tables: the key `kind` says which."""
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
-        """How pydantic reads the table: by its class, which does not have the key `kind`."""
-        tables = {}
-        for table in get_args(source):
-            without_kind = core_schema.no_info_before_validator_function(
-                _without_kind, handler(table)
-            )
-            tables[table.kind] = without_kind
-        return core_schema.tagged_union_schema(tables, discriminator=_kind)
+def _by_kind(source: Any, handler: Any) -> Any:
+    """How pydantic reads one of several tables: the key `kind`, which they lack, says which."""
+    tables = {}
+    for table in get_args(source):
+        read = handler(table)
+        tables[table.kind] = core_schema.no_info_before_validator_function(_without_kind, read)
+    return core_schema.tagged_union_schema(tables, discriminator=_kind)
 
 
 def _kind(clip: Any) -> Any:
@@ -114,7 +110,8 @@ class Policy(NamedTuple):
     grace_steps: StepsOrZero = EngineConfig().grace_steps
     """Steps after an expected change (`expect_change()`) in which only NaN and Inf are alarms."""
     clip: Annotated[
-        ZClipConfig | FixedConfig | AutoClipConfig | AdaGCConfig | NoClip, _ByKind()
+        ZClipConfig | FixedConfig | AutoClipConfig | AdaGCConfig | NoClip,
+        GetPydanticSchema(_by_kind),
     ] = NoClip()
     """The clipping rule."""
     detect: Annotated[Detect, BeforeValidator(_without_absent)] = Detect()
@@ -363,20 +360,14 @@ def diff(left: Policy, right: Policy) -> tuple[Difference, ...]:
         right: another policy.
 
     Returns:
-        The keys with different values, in the order of the file. If only one policy has a table,
+        The keys with different values, the rules last. If only one policy has a table,
         each key of the table is listed, or the table itself if it is empty.
     """
-    ours, others = dict(_flat(to_dict(left))), dict(_flat(to_dict(right)))
-    found = (Difference(key, ours.get(key), others.get(key)) for key in {**ours, **others})
-    return tuple(each for each in found if each.left != each.right)
+    return tuple(Difference(*each) for each in differences(_numbered(left), _numbered(right)))
 
 
-def _flat(data: Any, path: Path = ()) -> Iterator[tuple[str, Any]]:
-    """Yields the dotted key and the value of each entry of nested tables."""
-    if path == ("respond",):
-        data = dict(enumerate(data))
-    if not data or not isinstance(data, dict):
-        yield dotted(path), data
-        return
-    for key, value in data.items():
-        yield from _flat(value, (*path, key))
+def _numbered(policy: Policy) -> dict[str, Any]:
+    """The document with a key for each rule."""
+    document = to_dict(policy)
+    rules = document.pop("respond")
+    return document | {f"respond[{number}]": rule for number, rule in enumerate(rules)}

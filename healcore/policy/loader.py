@@ -18,11 +18,11 @@ from healcore import regular_file
 from healcore.core.clipping import FixedConfig
 from healcore.core.engine import Engine, EngineConfig
 from healcore.policy.document import NoClip, Policy, to_dict
-from healcore.policy.overrides import Overrides, Table, merged
+from healcore.policy.overrides import Overrides, merged
 from healcore.policy.problems import policy_error, show_value
 from healcore.policy.reading import from_dict
 
-PRESETS = ("default", "pretraining", "aggressive", "conservative", "observe", "zclip")
+_PRESETS = ("default", "pretraining", "aggressive", "conservative", "observe", "zclip")
 """healcore's own policies; all others in `healcore.policies` are recipes, published settings."""
 
 PolicySource = str | os.PathLike[str] | Policy
@@ -53,14 +53,14 @@ def load(policy: PolicySource, **overrides: Unpack[Overrides]) -> Policy:
     """
     if isinstance(policy, Policy) and not overrides:
         return policy
-    data, source = _document_of(policy, overrides)
+    data, source = _document_of(policy)
     if overrides:
         source = f"{source} with {', '.join(overrides)} given as keywords"
         data = merged(data, overrides, source)
     return from_dict(data, source=source)
 
 
-def _document_of(policy: PolicySource, overrides: Table) -> tuple[dict[str, Any], str]:
+def _document_of(policy: PolicySource) -> tuple[dict[str, Any], str]:
     """The unvalidated document of a policy, and its name in error messages."""
     if isinstance(policy, Policy):
         return to_dict(policy), policy.name
@@ -69,9 +69,7 @@ def _document_of(policy: PolicySource, overrides: Table) -> tuple[dict[str, Any]
     if isinstance(policy, str | os.PathLike):
         source = os.fsdecode(policy)
         return _parse(_read(policy), source), source
-    rule = "a preset's name, a path, or a Policy"
-    if overrides:
-        rule += f", to replace {', '.join(overrides)} by keyword"
+    rule = "a preset's name, a path, or a Policy; only these take keywords"
     write = '"default", or from_dict(...) for a mapping'
     raise policy_error(type(policy).__name__, show_value(policy), rule, write, key="policy")
 
@@ -115,7 +113,7 @@ def _read(path: str | os.PathLike[str]) -> str:
         return regular_file.read(Path(path), _MAX_FILE_BYTES).decode()
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the path
         rule = "a text file in UTF-8 that can be read"
-        write = f"the path of a TOML file, or a preset: {', '.join(PRESETS)}"
+        write = f"the path of a TOML file, or a preset: {', '.join(_PRESETS)}"
         name = os.fsdecode(path)
         raise policy_error(name, str(error), rule, write, unreadable=True) from error
 
@@ -171,7 +169,7 @@ def preset_names() -> tuple[str, ...]:
     Returns:
         The names, "default" first.
     """
-    return PRESETS
+    return _PRESETS
 
 
 def recipe_names() -> tuple[str, ...]:
@@ -186,7 +184,7 @@ def recipe_names() -> tuple[str, ...]:
     names = []
     for entry in resources.files("healcore.policies").iterdir():
         file = Path(entry.name)
-        if file.suffix == ".toml" and file.stem not in PRESETS:
+        if file.suffix == ".toml" and file.stem not in _PRESETS:
             names.append(file.stem)
     return tuple(sorted(names))
 
@@ -205,7 +203,7 @@ def preset_text(name: str) -> str:
     Raises:
         PolicyError: no policy has this name.
     """
-    known = (*PRESETS, *recipe_names())
+    known = (*_PRESETS, *recipe_names())
     if name in known:
         return (resources.files("healcore.policies") / f"{name}.toml").read_text(encoding="utf-8")
     similar = difflib.get_close_matches(name, known, n=1, cutoff=0.6)

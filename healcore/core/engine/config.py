@@ -7,6 +7,7 @@ the keys in which two policies differ.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -136,24 +137,37 @@ def tables_of(config: EngineConfig) -> dict[str, Any]:
     return tables
 
 
-def table_differences(left: Any, right: Any, name: str = "policy") -> list[str]:
+def differences(left: Any, right: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yields each entry in which two documents differ: its dotted key and both values.
+
+    Args:
+        left: nested mappings, perhaps read from a damaged file.
+        right: the same of the present policy. A document that lacks a key has None there.
+        path: dotted key of the compared part.
+    """
+    if isinstance(left, dict) or isinstance(right, dict):
+        ours, others = (each if isinstance(each, dict) else {} for each in (left, right))
+        for key in ours | others:
+            place = f"{path}.{key}" if path else key
+            yield from differences(ours.get(key), others.get(key), place)
+        if ours or others:
+            return
+    if left != right:
+        yield path, left, right
+
+
+def table_differences(left: Any, right: Any) -> list[str]:
     """Lists the numbers in which two policies differ, for a message.
 
     Args:
         left: result of `tables_of`, perhaps read from a file.
         right: result of `tables_of` for the present policy.
-        name: dotted name of the compared part.
 
     Returns:
         Lines such as `lr.factor: 0.5, now 0.25`.
     """
-    if not (isinstance(left, dict) and isinstance(right, dict)):
-        return [] if left == right else [f"{name}: {_shown(left)}, now {_shown(right)}"]
-    found = []
-    for key in left | right:
-        place = key if name == "policy" else f"{name}.{key}"
-        found += table_differences(left.get(key, "absent"), right.get(key, "absent"), place)
-    return found
+    found = differences(left, right)
+    return [f"{key}: {_shown(before)}, now {_shown(now)}" for key, before, now in found]
 
 
 def _shown(value: Any) -> str:
