@@ -97,7 +97,7 @@ class Holding:
 
     def _release(self, step: int, seen: Mapping[str, NumberRange]) -> None:
         """Ends what is not needed any more, and lets the limits of the norms grow."""
-        envelope, log = self.envelope, self.run.log
+        envelope = self.envelope
         outside = self._outside_now(seen)
         back = [name for name in envelope.numbers if name in seen and name not in outside]
         norms = {}
@@ -109,12 +109,8 @@ class Holding:
         released = replace(envelope.without_numbers(back), norms=norms, is_guess=False)
         if envelope.is_guess:
             released = replace(released, rates=self._rates_before_guess())
-            log.info(
-                f"step {step}: the learning rate is the program's own again; its limit was for the "
-                "first steps"
-            )
         if back:
-            log.info(
+            self.run.log.info(
                 f"step {step}: {', '.join(back)}: the program's own value is in its healthy "
                 "range again, and is used"
             )

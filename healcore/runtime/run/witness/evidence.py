@@ -129,6 +129,10 @@ class Anchor:
             number = min(1, len(self.sample))
         return random.Random(_mixed(self.step, index)).sample(self.sample, number)
 
+    def forget(self) -> None:
+        """Forgets the evidence."""
+        self.evidence, self.onset = 1.0, None
+
     def learn(self, index: int, rise: float, *, is_retest: bool = False) -> None:
         """Updates the evidence with the comparison at step `index`.
 
@@ -270,12 +274,11 @@ def to_compare(
     """
     age = max(SAMPLE_SIZE, min(every, int(MIN_AGE * index)))
     old = [anchor for anchor in anchors if index + 1 - anchor.step >= age]
-    chosen = []
-    for anchor in anchors:
-        is_suspect = anchor in old and (anchor is old[-1] or anchor.evidence > 1)
-        if anchor is best or is_suspect:
-            chosen.append(anchor)
-    return chosen
+    return [
+        anchor
+        for anchor in anchors
+        if anchor is best or (anchor in old and (anchor is old[-1] or anchor.evidence > 1))
+    ]
 
 
 def rise_of(now: float, then: float) -> float:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from healcore.core.decision import Cause
 from healcore.core.errors import HealcoreError
 from healcore.core.signals import SignalError, check_scalar
@@ -70,20 +72,16 @@ class LossFunction:
         function: the user's function of a batch, or None to evaluate nothing.
 
     Attributes:
+        function: returns the loss alone; None once it may not be called.
         is_checked: whether `check` was called.
     """
 
     def __init__(self, run: Run, function: LossFn | None) -> None:
         self.run = run
-        self._function: LossFn | None = None
+        self.function: LossFn | None = None
         if function is not None:
-            self._function = lambda *given: loss_of(function(*given))
+            self.function = lambda *given: loss_of(function(*given))
         self.is_checked = False
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether there is a function that may be called."""
-        return self._function is not None
 
     def drop(self, problem: str) -> None:
         """Drops the function for the rest of the process. The run continues without comparisons.
@@ -91,7 +89,7 @@ class LossFunction:
         Args:
             problem: why it cannot be used, for the log.
         """
-        self._function = None
+        self.function = None
         self.run.record.comparisons = ComparisonState()
         self.run.log.problem(self.run.progress.step, problem)
 
@@ -155,7 +153,7 @@ class LossFunction:
             all ranks. None if on some rank the parameters have changed since, or if the `loss_fn`
             raises: then it is dropped.
         """
-        if not self.is_usable:
+        if self.function is None:
             return None
         everyone, _ = self._on_all_ranks(steps, weights, known)
         failures = [each for each in everyone if isinstance(each, _Failure)]
@@ -163,7 +161,8 @@ class LossFunction:
             self.drop(f"{failures[0].text}; it is not called again")
         if failures or None in everyone:
             return None
-        return _means(everyone)
+        # The mean over the ranks.
+        return [(float(now), float(then)) for now, then in np.mean(everyone, axis=0)]
 
     def _on_all_ranks(
         self, steps: Sequence[TrainedStep], weights: Any, known: list[float] | None = None
@@ -201,7 +200,7 @@ class LossFunction:
 
     def _evaluated(self, steps: Sequence[TrainedStep], weights: Any) -> list[float]:
         """The mean loss of each step over its batches, in the parts that fit into memory."""
-        assert self._function is not None
+        assert self.function is not None
         contents: list[Any] = []
         shares: list[list[float]] = []
         for step in steps:
@@ -213,7 +212,7 @@ class LossFunction:
                 contents += [part for part, _ in parts]
                 shares[-1] += [batch.weight * share for _, share in parts]
         with isolated():
-            found = self.run.driver.losses_of(self._function, contents, weights)
+            found = self.run.driver.losses_of(self.function, contents, weights)
         losses = iter([float(check_scalar("loss_fn(batch)", each)) for each in found])
         return [sum(share * next(losses) for share in each) / sum(each) for each in shares]
 
@@ -234,12 +233,3 @@ class LossFunction:
         # `fault.hint` is set for errors such as wrong shapes: the function is wrong.
         is_wrong = fault.cause is Cause.UNKNOWN or bool(fault.hint)
         return _Failure(text, is_mistake=is_wrong or isinstance(error, SignalError))
-
-
-def _means(everyone: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
-    """The mean over the ranks of current and earlier loss of each step."""
-    means: list[tuple[float, float]] = []
-    for of_ranks in zip(*everyone, strict=True):
-        now, then = zip(*of_ranks, strict=True)
-        means.append((sum(now) / len(now), sum(then) / len(then)))
-    return means

@@ -133,7 +133,7 @@ class Witness:
 
         A `loss_fn` that fails is dropped, so the value may become False during a run.
         """
-        return self.loss_function.is_usable
+        return self.loss_function.function is not None
 
     @property
     def has_evidence(self) -> bool:
@@ -169,8 +169,10 @@ class Witness:
                 rollback could restore its place in the run.
         """
         if self.recent.newest >= 0 and self.is_enabled and not self.loss_function.is_checked:
-            why = "no step had a batch for loss_fn: use healer.batches, or healer.loss(batch)"
-            self.loss_function.drop(f"{why} (in JAX healer.update(state, batch=batch))")
+            self.loss_function.drop(
+                "no step had a batch for loss_fn: use healer.batches, or healer.loss(batch) (in "
+                "JAX healer.update(state, batch=batch))"
+            )
         if self.has_evidence or step < self.state.silent_until:
             return
         self.run.holding.learn(step)
@@ -224,7 +226,7 @@ class Witness:
         if not self.is_enabled:
             return None
         trained, loss = trained_step(result)
-        state = self.state
+        state, index = self.state, trained.index
         if len(state.first_losses) < RECENT and math.isfinite(loss):
             state.first_losses.append(loss)
         state.spent = max(0.0, state.spent - self._earned)
@@ -232,17 +234,17 @@ class Witness:
         signs = self.recent.add(trained, loss, alarm=alarm)
         if signs.is_urgent:  # this comparison cannot wait
             state.spent = min(state.spent, self._most - 1.0)
-        is_regular = trained.index % self._interval == self._interval - 1
-        self._has_reason |= signs.sign or signs.is_urgent or is_regular
-        if trained.index % MEAN_PAUSE == 0 and self._best_on_average(trained.index) is not None:
-            self._has_reason = True
+        is_regular = index % self._interval == self._interval - 1
+        best = self._best_on_average(index)
+        is_high = best is not None and index % MEAN_PAUSE == 0
+        self._has_reason |= signs.sign or signs.is_urgent or is_regular or is_high
         if not trained.batches:
             return None  # not the last step of its dispatch
         if not self.loss_function.is_checked:
             self.loss_function.check(trained, loss)
         verdict = None
-        if self._is_due(trained.index):
-            verdict = self._compare(trained, loss)
+        if self._is_due(index):
+            verdict = self._compare(trained, loss, best)
             if is_regular and not self.has_evidence:
                 self.recent.accept()
         if result.taken:
@@ -259,9 +261,7 @@ class Witness:
         best = min(self.state.anchors, key=lambda anchor: anchor.level, default=None)
         if best is None or index - best.step < SAMPLE_SIZE:
             return None
-        if self.recent.mean_loss() > best.level + best.spread:
-            return best
-        return None
+        return best if self.recent.mean_loss() > best.level + best.spread else None
 
     def _is_due(self, index: int) -> bool:
         """Whether weights are compared at the last step of a dispatch.
@@ -282,33 +282,40 @@ class Witness:
             and (run.journal.has_micro_steps or run.driver.may_save(run.schedule.every))
         )
 
-    def _compare(self, trained: TrainedStep, loss: float) -> Trouble | None:
+    def _compare(self, trained: TrainedStep, loss: float, best: Anchor | None) -> Trouble | None:
         """Compares with each eligible anchor.
 
         Args:
             trained: the step, with the batches of its dispatch.
             loss: its training loss.
+            best: an anchor to compare with at any age, or None.
 
         Returns:
             A verdict if the run has to roll back now, or None.
         """
-        index, every = trained.index, self.run.schedule.every
-        best = self._best_on_average(index)
-        anchors = to_compare(self.state.anchors, index, every=every, best=best)
-        pending = self.state.verdict
-        if pending is not None:
-            anchors = [each for each in self.state.anchors if each.step == pending.better_step]
+        index, state = trained.index, self.state
+        anchors = to_compare(state.anchors, index, every=self.run.schedule.every, best=best)
+        if state.verdict is not None:
+            anchors = [each for each in state.anchors if each.step == state.verdict.better_step]
         verdict = None
         for anchor in anchors:
-            verdict = self._compare_with(anchor, trained, loss) or verdict
-        if verdict is None or self.state.anchor_of(verdict.better_step) is None:
+            rise = self._rise_since(anchor, trained, loss)
+            if anchor.evidence >= self.threshold and self._has_learnt_since(anchor):
+                anchor.forget()
+            elif anchor.evidence >= self.threshold:
+                better = self._newest_better(anchor)
+                better.onset = anchor.onset
+                verdict = self._verdict(index, better, rise)
+            elif state.verdict is not None and anchor.evidence <= 1:
+                self._recover(index, state.verdict)
+        if verdict is None or state.anchor_of(verdict.better_step) is None:
             return None  # its anchor may have been dropped after it was found
         if index >= verdict.recovers_until or self.run.ledger.same_trouble(verdict.onset):
             return verdict
         self._postpone(verdict, index)
         return None
 
-    def _compare_with(self, anchor: Anchor, trained: TrainedStep, loss: float) -> Trouble | None:
+    def _rise_since(self, anchor: Anchor, trained: TrainedStep, loss: float) -> float:
         """Compares with one anchor, on the batches of the step and then on past batches.
 
         The past batches are evaluated only if the loss of the step has risen. The smaller of the
@@ -317,50 +324,49 @@ class Witness:
         an oscillation of the loss looks like damage then.
 
         Returns:
-            A verdict if the evidence reaches the threshold, or None.
+            The rise of the loss on the batches of the step, or NaN.
         """
         known = [loss] if self.state.gives_loss and not math.isnan(loss) else None
         losses = self.losses_of([trained], anchor, known)
         if losses is None:
-            return None
+            return math.nan
         [(now, then)] = losses
         rise = evidence = rise_of(now, then)
         if 0 < rise < math.inf:  # else not higher, or not finite: this batch alone decides
             number = MEDIAN_OF if anchor.evidence > 1 else 1
             past = self.losses_of(anchor.draw(number, trained.index), anchor)
             if not past:  # no batch was trained on since the anchor
-                return None
+                return rise
             past.sort(key=lambda each: rise_of(*each))
             now_past, then_past = past[len(past) // 2]
-            self._note_same_losses(then, past)
             if math.isclose(then, then_past, rel_tol=ROUNDING):
-                return None
+                self._note_same_losses()
+                return rise
+            self._same_losses = 0
             evidence = rise_of(now_past, then_past)
             if rise < evidence:  # False for NaN, which stays the evidence
                 evidence = rise
-        if math.isnan(evidence):
-            return None
-        anchor.learn(trained.index, evidence, is_retest=self.state.verdict is not None)
-        return self._conclude(trained.index, anchor, now - then)
+        if not math.isnan(evidence):
+            anchor.learn(trained.index, evidence, is_retest=self.state.verdict is not None)
+        return rise
 
-    def _conclude(self, index: int, anchor: Anchor, rise: float) -> Trouble | None:
-        """What follows from the evidence of an anchor: a verdict, a recovery, or nothing yet."""
-        state = self.state
-        if anchor.evidence >= self.threshold:
-            if self._has_learnt_since(anchor):
-                anchor.evidence, anchor.onset = 1.0, None
-            else:
-                better = self._newest_better(anchor)
-                better.onset = anchor.onset
-                return self._verdict(index, better, rise)
-        if state.verdict is not None and anchor.evidence <= 1:
-            onset, step = state.verdict.onset, state.verdict.better_step
-            self.run.log.assessment(index, onset, "recovered", checkpoint=step)
-            self.run.log.info(
-                f"step {index}: the run has recovered from the damage of step {onset}"
+    def _note_same_losses(self) -> None:
+        """Warns once if comparisons do not count, because all batches have the same loss."""
+        self._same_losses += 1
+        if self._same_losses == MAX_SAME_LOSSES:
+            self.run.log.problem(
+                self.run.progress.step,
+                f"loss_fn has returned the same loss for different batches in {MAX_SAME_LOSSES} "
+                "comparisons in a row, so none of them counts: loss_fn has to compute the loss of "
+                "the batch that it gets",
             )
-            state.forget_trouble()
-        return None
+
+    def _recover(self, index: int, verdict: Trouble) -> None:
+        """Ends a pending verdict, because no evidence is left."""
+        log, onset = self.run.log, verdict.onset
+        log.assessment(index, onset, "recovered", checkpoint=verdict.better_step)
+        log.info(f"step {index}: the run has recovered from the damage of step {onset}")
+        self.state.forget_trouble()
 
     def _newest_better(self, anchor: Anchor) -> Anchor:
         """The newest anchor up to the onset with strong evidence: its rollback repeats least."""
@@ -369,20 +375,6 @@ class Witness:
             if anchor.step < each.step <= onset and each.evidence >= self.strong:
                 newest = each
         return newest
-
-    def _note_same_losses(self, then: float, past: Sequence[tuple[float, float]]) -> None:
-        """Warns once if comparisons cannot count, because all batches have the same loss."""
-        is_same = all(math.isclose(then, each, rel_tol=ROUNDING) for _, each in past)
-        self._same_losses = self._same_losses + 1 if is_same else 0
-        if self._same_losses == MAX_SAME_LOSSES:
-            self.run.log.problem(
-                self.run.progress.step,
-                f"loss_fn has returned the same loss for different batches in {MAX_SAME_LOSSES} "
-                "comparisons in a row, so none of them counts: loss_fn has to compute the loss of "
-                "the batch that it gets (in healer.scan of the update `number`, for example with "
-                "the key jax.random.fold_in(key, number)). If all batches of the run are equal, "
-                "weights cannot be compared",
-            )
 
     def losses_of(
         self, steps: Sequence[TrainedStep], anchor: Anchor, known: list[float] | None = None
@@ -442,7 +434,7 @@ class Witness:
         """
         self.state.verdict = verdict
         for anchor in self.state.anchors:
-            anchor.evidence, anchor.onset = 1.0, None
+            anchor.forget()
             if anchor.step == verdict.better_step:
                 anchor.evidence, anchor.onset = self.strong, verdict.onset
         self.run.log.assessment(index, verdict.onset, "worse", checkpoint=verdict.better_step)
@@ -527,11 +519,8 @@ class Witness:
         newest = trouble.better_step
         if newest is None:
             return []
-        steps = [newest]
-        for anchor in reversed(self.state.anchors):
-            if anchor.step < newest and anchor.evidence >= self.strong:
-                steps.append(anchor.step)
-        return steps
+        older = [each for each in self.state.anchors if each.step < newest]
+        return [newest, *(each.step for each in reversed(older) if each.evidence >= self.strong)]
 
     # -- changes, and the way back --------------------------------------------------------------
 
@@ -577,15 +566,12 @@ class Witness:
             step: step of the checkpoint.
             weights: step -> weights of that step, besides the weights of the present anchors.
         """
-        anchors: list[Anchor] = []
         for anchor in saved.anchors:
             live = self.state.anchor_of(anchor.step)
             anchor.weights = weights.get(anchor.step)
             if anchor.weights is None and live is not None:
                 anchor.take_samples(live, before=step)
-            if anchor.weights is not None:
-                anchors.append(anchor)
-        saved.anchors = anchors
+        saved.anchors = [each for each in saved.anchors if each.weights is not None]
         if saved.verdict is not None and saved.anchor_of(saved.verdict.better_step) is None:
             saved.verdict = None
         self.run.record.comparisons = saved
@@ -600,15 +586,12 @@ def trained_step(result: StepResult) -> tuple[TrainedStep, float]:
     Args:
         result: the step. If it kept its old state, or its loss was not finite, the loss is NaN.
     """
-    loss, keeps_state = math.nan, result.why == Why.STATE_KEPT
-    if not keeps_state and not result.causes & Cause.NONFINITE_LOSS:
+    loss, norms, rates = math.nan, {}, {}
+    if result.why != Why.STATE_KEPT and not result.causes & Cause.NONFINITE_LOSS:
         loss = statistics.fmean(each.loss for each in result.records)
-    norms: dict[str, float] = {}
-    rates: dict[str, float] = {}
     for each in result.records:
         if each.judged:
-            norms[each.engine] = max(each.grad_norm, norms.get(each.engine, 0.0))
-        rate = each.trained_rate
-        if rate is not None:
-            rates[each.engine] = max(rate, rates.get(each.engine, 0.0))
+            norms[each.engine] = each.grad_norm
+        if each.trained_rate is not None:
+            rates[each.engine] = each.trained_rate
     return TrainedStep(result.index, result.contents, norms, rates), loss
