@@ -226,7 +226,7 @@ def test_the_names_in_docstrings_exist(code: CodeBase):
         "no_such_function",
         "no_such_file.py",
         "healcore.core.no_such_module",
-        "torch_loader.check_division",
+        "torch_reader.check_division",
         "Engine.no_such_method",
         "Held.before",
         "steps.LAG",

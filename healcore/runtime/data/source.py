@@ -11,7 +11,6 @@ again from its first batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from healcore.runtime.data.cursor import Cursor, Limit
@@ -21,49 +20,23 @@ from healcore.runtime.data.positions import (
     DataError,
     Place,
     SavedPosition,
-    decode_position,
     place_of,
 )
-from healcore.runtime.data.reader_choice import FunctionReader
 from healcore.runtime.data.readers import RewindObstacle
 from healcore.runtime.data.scan_blocks import ScanBlocks
 
 if TYPE_CHECKING:
     from healcore.runtime.faults.retry import Retries
 
-EPOCH_LOST = RewindObstacle(
-    "each epoch has a loader of its own, so the rest of the earlier epoch is lost"
-)
-"""Reason of a rollback after which only the steps of the current loader are repeated."""
+_OTHER_LOADER = RewindObstacle("each epoch has a loader of its own")
+"""Reason of a rollback to a place in a loader that is read no more."""
 _MAX_CURSORS = 8
 """Number of loaders of a source whose cursors are kept. A loop may make a new loader for every
 epoch, without an end."""
 
 
-class BatchUse(Enum):
-    """What the loop does with the loader's last batch.
-
-    event                                from            to
-    -----------------------------------  --------------  --------------
-    `SourceCursor.next`                  LEFT_BY_BREAK   WAITING
-    `use_batch`: the loop receives it    any             IN_BODY
-    `end_use`: the loop asks for more    IN_BODY         WAITING
-    `leave_by_break`                     IN_BODY         LEFT_BY_BREAK
-    """
-
-    WAITING = "waiting"
-    """The loop body has ended, or no batch was read yet. The next batch may be read."""
-    IN_BODY = "in body"
-    """The loop body runs with the batch. A save now would lose what the body does after it."""
-    LEFT_BY_BREAK = "left by break"
-    """A `break` has ended the loop body. Further updates on the batch may follow the loop."""
-
-
 class SourceCursor(Cursor):
     """The cursor of one loader of a source, and what the program's loop does with its batches.
-
-    Whether a loop reads the loader (`in_loop`) is independent of `use`: a rollback within the loop
-    body rewinds the loader, and the rest of the body still uses the old batch.
 
         event                                        `in_loop` is then
         -------------------------------------------  -----------------
@@ -78,10 +51,13 @@ class SourceCursor(Cursor):
         place: where in the program the newest pass has begun.
         first: number of the first pass of the newest loop.
         since: number of the pass since which the source was read with this loader alone.
-        start: the position before that pass.
+        start: the position before the first pass of this process.
         named: the epoch that the program has named for the newest pass, or None.
         in_loop: whether a loop reads the loader. A `break` drops the rest of the epoch.
-        use: what the loop does with the last batch.
+        in_use: whether the body of the loop runs with the last batch. A save now would lose what
+            the body does after it.
+        left_by_break: whether a `break` has followed the last batch. What the program does then may
+            still belong to the batch.
         trains: whether a step has used its batches.
         has_begun_before: whether the random states of the checkpoint are from after the begin of
             its newest pass, so that numbers which the begin draws now are not counted.
@@ -91,12 +67,7 @@ class SourceCursor(Cursor):
     """
 
     def __init__(
-        self,
-        source: Source,
-        loader: Any,
-        limit: Limit,
-        *,
-        retries: Retries | None,
+        self, source: Source, loader: Any, limit: Limit, *, retries: Retries | None
     ) -> None:
         super().__init__(loader, retries=retries)
         self.source = source
@@ -107,8 +78,7 @@ class SourceCursor(Cursor):
         self.first = self.since = 0
         self.start: SavedPosition = {}
         self.named: int | None = None
-        self.in_loop = False
-        self.use = BatchUse.WAITING
+        self.in_loop = self.in_use = self.left_by_break = False
         self.trains = self.has_begun_before = False
         self.pending_ids: list[BatchId] = []
         self.contents: list[Any] = []
@@ -122,9 +92,7 @@ class SourceCursor(Cursor):
     @property
     def first_pending(self) -> BatchId | None:
         """The first batch that was read since the last step, also if reading it has raised."""
-        if self.pending_ids:
-            return self.pending_ids[0]
-        return self.unreadable
+        return self.pending_ids[0] if self.pending_ids else self.unreadable
 
     @property
     def next_pass(self) -> int:
@@ -132,6 +100,11 @@ class SourceCursor(Cursor):
         epoch, index = self.next_id
         is_over = self.is_used_up or (index > 0 and self.in_loop)
         return epoch + is_over
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a loop over the loader has neither ended nor been left."""
+        return self.in_loop and not self.left_by_break
 
     def begin_pass(self, number: int, epochs: int | None) -> None:
         """Begins a loop over the loader. Drops the rest of a pass that a `break` has left.
@@ -147,44 +120,6 @@ class SourceCursor(Cursor):
         self.read_epochs(number, epochs)
         self.first, self.in_loop, self.has_begun_before = number, True, False
 
-    def has_passed(self, batch: BatchId) -> bool:
-        """Whether the loader was read when the source was at a batch."""
-        return batch.epoch >= self.since and batch != place_of(self.start)
-
-    def restart(self) -> bool:
-        """Moves to the start of the pass `since`. Returns False if the loader cannot be rewound.
-
-        A function is called again with the next batch: variables that it reads, such as the
-        program's `epoch`, are right only in the pass that follows.
-        """
-        if not self.rewind(self.start):
-            return False
-        if isinstance(self._reader, FunctionReader):
-            self._move_to(decode_position({**self.start, "state": None}), self._read)
-        return True
-
-    def close(self) -> None:
-        """Releases the loader's iterator with its workers. Nothing can be read afterwards."""
-        super().close()
-        self.leave_loop()
-
-    # -- the loop over the batches --------------------------------------------------------------
-
-    @property
-    def in_use(self) -> bool:
-        """Whether the loop is still using the last batch."""
-        return self.use is BatchUse.IN_BODY
-
-    @property
-    def left_by_break(self) -> bool:
-        """Whether a `break` has followed the last batch."""
-        return self.use is BatchUse.LEFT_BY_BREAK
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a loop over the loader has neither ended nor been left."""
-        return self.in_loop and not self.left_by_break
-
     def next(self) -> tuple[Any, BatchId]:
         """Reads the next batch, see `Cursor.next`.
 
@@ -196,35 +131,24 @@ class SourceCursor(Cursor):
         """
         if self.is_scan and self.loader.is_finished:
             raise StopIteration
-        self.in_loop = True
-        if self.left_by_break:
-            self.use = BatchUse.WAITING
+        self.in_loop, self.left_by_break = True, False
         return super().next()
 
-    def use_batch(self) -> None:
-        """Notes that the loop receives the batch of the last `next`."""
-        self.use = BatchUse.IN_BODY
-
-    def end_use(self) -> None:
-        """Notes that the loop body has ended."""
-        if self.in_use:
-            self.use = BatchUse.WAITING
-
     def leave_by_break(self) -> None:
-        """Notes that a `break` has ended the loop body.
-
-        What the program does after the loop may still belong to the batch. But if the loop was an
-        evaluation, its batches belong to no step.
-        """
-        self.use = BatchUse.LEFT_BY_BREAK
+        """Notes that a `break` has ended the loop body."""
+        self.in_use, self.left_by_break = False, True
 
     def leave_loop(self) -> None:
         """Notes that no loop reads the loader, so that the next loop continues where the loader is.
 
-        Called after the last batch and after a rollback. Without this call, a `break` that came
-        before the rollback would make the next loop drop the rest of the epoch.
+        Called after the last batch and after a rollback, which undoes an earlier `break`.
         """
         self.in_loop = False
+
+    def close(self) -> None:
+        """Releases the loader's iterator with its workers. Nothing can be read afterwards."""
+        super().close()
+        self.leave_loop()
 
 
 class Source:
@@ -247,22 +171,20 @@ class Source:
         current: the cursor of the newest loop, or None.
         trained: the cursor of the newest step, or None.
         awaited: the position that no loop has begun again yet, or None.
+        passes: number of passes that have begun in this epoch of the program, see `Place`.
     """
 
-    def __init__(self, name: str, notices: list[str], *, retries: Retries | None) -> None:
+    def __init__(self, name: str, notices: list[str], retries: Retries | None) -> None:
         self.name = name
         self.skipped: set[BatchId] = set()
         self.current: SourceCursor | None = None
         self.trained: SourceCursor | None = None
         self.awaited: SavedPosition | None = None
         self.passes = 0
-        """Number of passes that have begun in this epoch of the program, see `Place`."""
         self._evaluations: list[Place] = []
         """Places of the evaluations so far, without earlier epochs of a loop over epochs."""
         self._owed: list[Place] = []
         """Places of the evaluations before the awaited position that a restart reads again."""
-        self._is_short = False
-        """Whether the loader ends before the position that it has continued at."""
         self._least_pass = 0
         """Number of the next pass while no loader of this process has trained."""
         self._cursors: list[SourceCursor] = []
@@ -272,7 +194,7 @@ class Source:
     @property
     def is_caught_up(self) -> bool:
         """Whether the program has begun all passes again that came before the awaited position."""
-        return self.awaited is None and not self._owed and not self._is_short
+        return self.awaited is None and not self._owed
 
     @property
     def next_pass(self) -> int:
@@ -280,16 +202,11 @@ class Source:
         if self.awaited is not None:
             place = place_of(self.awaited)
             return place.epoch + (self.awaited["left"] and place.index > 0)
-        if self.trained is None:
-            return self._least_pass
-        return self.trained.next_pass
+        return self._least_pass if self.trained is None else self.trained.next_pass
 
     def find(self, loader: Any) -> SourceCursor | None:
         """The cursor of a loader, which is compared by identity, or None for a new loader."""
-        for cursor in self._cursors:
-            if cursor.loader is loader:
-                return cursor
-        return None
+        return next((each for each in self._cursors if each.loader is loader), None)
 
     # -- a pass begins --------------------------------------------------------------------------
 
@@ -321,13 +238,11 @@ class Source:
         Raises:
             DataError: another loop reads the source, or the epoch cannot be the loader's next one.
         """
-        cursor, now, saved = self.find(loader), self.current, None
-        if place in self._owed:
-            evaluates = True
-        if not evaluates:
-            saved = self._position_for(place)
-            if saved is not None and (place < saved["place"] or completed):
-                return None
+        cursor, now = self.find(loader), self.current
+        evaluates = evaluates or place in self._owed
+        saved = None if evaluates else self._position_for(place)
+        if saved is not None and (place < saved["place"] or completed):
+            return None
         if now is not None and now is not cursor and now.is_open:
             raise DataError(
                 f"a loop over {now.name} has not ended, or its iterator is still in a variable, "
@@ -344,24 +259,16 @@ class Source:
                 f"{cursor.next_id.index} of epoch {cursor.next_id.epoch}: write `for epoch in "
                 "healer.epochs(n)`, and healer.batches(loader, epoch=epoch) once in each epoch"
             )
-        first = self.next_pass
-        if saved is not None and place == saved["place"]:
-            first = saved["first"]
-        elif self.awaited is None and self.trained is None and epoch is not None:
+        is_same_place = saved is not None and place == saved["place"]
+        first = saved["first"] if saved is not None and is_same_place else self.next_pass
+        if self.awaited is None and self.trained is None and epoch is not None:
             first = max(first, epoch)
-        is_new = cursor is not self.trained
-        if is_new and cursor.trains and self.trained is not None and own_generators(loader):
-            self._notices.append(
-                f"{cursor.name} and {self.trained.name} take turns, and the first one draws from a "
-                "random generator of its own, so its order differs after a restart and after a "
-                'rollback: write healer.batches(loader, name="b") for one of the two loaders'
-            )
+        if cursor is not self.trained:
+            self._notice_turns(cursor)
+            cursor.since = saved["since"] if saved is not None and is_same_place else first
         cursor.begin_pass(first, epochs)
         cursor.place, cursor.named, self.current = place, epoch, cursor
-        if is_new:
-            cursor.since = first
-            if cursor.trains or not cursor.start:
-                cursor.start = cursor.position()
+        cursor.start = cursor.start or cursor.position()
         if evaluates:
             self._owed = [each for each in self._owed if each != place]
             cursor.skipped_batch_ids = set()
@@ -383,14 +290,22 @@ class Source:
             self._least_pass, self.awaited, saved = self.next_pass, None, None
         return saved
 
+    def _notice_turns(self, cursor: SourceCursor) -> None:
+        """Says that a loader has no exact position if another one is read in turn with it."""
+        other = self.trained
+        if other is not None and cursor.trains and own_generators(cursor.loader):
+            self._notices.append(
+                f"{cursor.name} and {other.name} take turns, and the first one draws from a "
+                "random generator of its own, so its order differs after a restart and after a "
+                'rollback: write healer.batches(loader, name="b") for one of the two loaders'
+            )
+
     def _take_over(self, cursor: SourceCursor, saved: SavedPosition) -> None:
         """Moves the loader that begins the awaited pass to its position.
 
         A function that makes the batches may ask for the epoch meanwhile, which is the awaited one.
         """
         self._owed = [each for each in self._owed if each > cursor.place]
-        if cursor.place == saved["place"]:
-            cursor.since = saved["since"]
         place = place_of(saved)
         before, size = saved["batch_size"], batch_size(cursor.loader)
         if before != size and None not in (before, size):
@@ -408,8 +323,6 @@ class Source:
                 self._notices.append(notice)
         self.awaited = None
         cursor.has_begun_before = cursor.can_rewind or cursor.next_id.index > 0 or saved["begun"]
-        length = cursor.length
-        self._is_short = length is not None and place.index > length > 0
         if place > (0, 0):
             self.train(cursor)
 
@@ -437,9 +350,8 @@ class Source:
     def _keep(self, cursor: SourceCursor) -> None:
         """Keeps a new cursor, and forgets the oldest one beyond the maximum."""
         self._cursors.append(cursor)
-        while len(self._cursors) > _MAX_CURSORS:
-            oldest = next(each for each in self._cursors if each is not self.trained)
-            self._cursors.remove(oldest)
+        if len(self._cursors) > _MAX_CURSORS:
+            self._cursors.remove(next(each for each in self._cursors if each is not self.trained))
 
     # -- positions ------------------------------------------------------------------------------
 
@@ -464,16 +376,16 @@ class Source:
         else:
             position = cursor.position()
         begun = now is not None and now is not cursor
-        evaluations = self._evaluations
+        evaluations = [*self._evaluations]
         if now is not None and begun and not now.is_open and now.place not in evaluations:
-            evaluations = [*evaluations, now.place]
+            evaluations.append(now.place)
         return {
             **position,
             "place": cursor.place,
             "first": cursor.first,
             "since": cursor.since,
             "batch_size": batch_size(cursor.loader),
-            "evaluations": [*evaluations],
+            "evaluations": evaluations,
             "begun": begun,
             "left": leaves and cursor.in_loop and cursor.left_by_break,
         }
@@ -486,11 +398,12 @@ class Source:
         """
         self.awaited, self.trained, self.current = saved, None, None
         self.passes = self._least_pass = 0
-        self._evaluations, self._owed = [], []
-        if saved is not None:
-            self._owed = [*saved["evaluations"]]
+        self._evaluations, self._owed = [], [] if saved is None else [*saved["evaluations"]]
         for cursor in self._cursors:
             cursor.named = None
+            cursor.leave_loop()
+            if cursor.trains:  # also one that the program has begun to read after the position
+                cursor.rewind(cursor.start)
 
     def rewind(self, cursor: SourceCursor, saved: SavedPosition | None) -> RewindObstacle | None:
         """Moves the loader of the newest steps to a position.
@@ -500,23 +413,14 @@ class Source:
             saved: the position of the source, or None if it has trained nothing by then.
 
         Returns:
-            Why the steps since the position are not repeated, or None.
+            Why the loader has not moved, or None.
         """
-        lost = None
-        if saved is not None and cursor.has_passed(place_of(saved)):
-            moved = cursor.rewind(saved)
-        else:
-            moved = cursor.restart()
-            if saved is not None and place_of(saved).epoch < cursor.since:
-                lost = EPOCH_LOST
-        if not moved:
-            return cursor.rewind_obstacle or RewindObstacle("it could not be rewound")
+        place = BatchId(0, 0) if saved is None else place_of(saved)
+        if place.epoch < cursor.since:
+            return _OTHER_LOADER
+        if saved is None or place == (cursor.since, 0):  # perhaps a state of another loader
+            saved = {**cursor.start, "epoch": cursor.since}
+        if not cursor.rewind(saved):
+            return cursor.rewind_obstacle
         cursor.leave_loop()  # a `break` came after this position, so it is undone too
-        return lost
-
-    def restart_later(self, saved: SavedPosition | None) -> None:
-        """Moves the loaders to their starts that the program has begun to read after a position."""
-        for cursor in self._cursors:
-            is_later = saved is None or not cursor.has_passed(place_of(saved))
-            if cursor.trains and cursor is not self.trained and is_later:
-                cursor.restart()
+        return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from healcore.runtime.data.cursor import Limit
@@ -11,11 +11,10 @@ from healcore.runtime.data.positions import (
     Place,
     Positions,
     SavedPosition,
-    check_positions,
     place_of,
 )
 from healcore.runtime.data.readers import RewindObstacle
-from healcore.runtime.data.source import EPOCH_LOST, Source, SourceCursor
+from healcore.runtime.data.source import Source, SourceCursor
 
 if TYPE_CHECKING:
     from healcore.runtime.faults.retry import Retries
@@ -27,33 +26,24 @@ MODEL_CHANGED = RewindObstacle(
 
 
 class EpochLoop:
-    """The program's own loop over epochs, and what decides about its return to an earlier epoch.
+    """The program's own loop over epochs, and its return to an earlier epoch.
 
     Three kinds of programs train for epochs:
 
         for batch in healer.batches(loader, epochs=3)       healcore counts the epochs
         for epoch in range(3): ... batches(loader)          the program counts, healcore cannot
-                                                            change its number (`crossed`)
+                                                            change its number
         for epoch in healer.epochs(3): ... batches(loader)  healcore yields the numbers, and can
-                                                            return to an earlier one
-
-    The third kind is in one of these states:
-
-        `can_return`  `returns_to`  state
-        ------------  ------------  ------------------------------------------------------------
-        False         None          no loop over `Healer.epochs` runs
-        True          None          the body of an epoch runs
-        True          a number      a rollback has led before this epoch: its passes have no further
-                                    batch, and `Healer.epochs` yields this number next
+                                                            return to an earlier one (`can_return`)
 
     A rollback cannot jump out of the loop body of the program. So a return has two ends:
 
         body of epoch 3
-          │  a rollback to a checkpoint of epoch 1: the loaders are rewound, `returns_to` is set
+          │  a rollback to a checkpoint of epoch 1: `returns_to` is set
           │  the passes over loaders end, and the rest of the body runs (an evaluation, say)
         end of the body: `end_return`, and `Healer.epochs` yields 1
           │
-        body of epoch 1: `begin`
+        body of epoch 1
              each loader that the loop begins takes over its position, as after a restart from the
              checkpoint
 
@@ -63,21 +53,16 @@ class EpochLoop:
         names_epochs: whether the program's loop passes the number of its epoch.
         can_return: whether a loop over `Healer.epochs` runs, which can return to an earlier epoch.
         returns_to: epoch to which this loop returns because of a rollback, or None. Until then the
-            passes of the loaders that were rewound have no further batch.
-        crossed: epoch that a loop was in when the last rewind has led it into an earlier epoch, to
-            which it does not return, or None.
+            passes of loaders have no further batch.
         total_epochs: number of the epoch at which a loop over `Healer.epochs` ends.
         changed_in: epoch in which the program has last changed the structure of its model, or None
             without a change. A loop over `Healer.epochs` returns to later epochs only.
     """
 
     def __init__(self) -> None:
-        self.next_epoch = 0
-        self.names_epochs = False
-        self.can_return = False
+        self.next_epoch = self.total_epochs = 0
+        self.names_epochs = self.can_return = False
         self.returns_to: int | None = None
-        self.crossed: int | None = None
-        self.total_epochs = 0
         self.changed_in: int | None = None
 
     @property
@@ -91,11 +76,7 @@ class EpochLoop:
         return self.can_return and self.next_epoch + 1 < self.total_epochs
 
     def end_return(self) -> int:
-        """Ends a return after the body of the current epoch.
-
-        Returns:
-            The epoch that the loop yields next.
-        """
+        """Ends a return after the body of an epoch. Returns the epoch that the loop yields next."""
         assert self.returns_to is not None
         epoch, self.returns_to = self.returns_to, None
         return epoch
@@ -115,11 +96,12 @@ class Sources:
         passes: number of passes that this process has begun.
         last_trained: the cursor of the last step, or the first cursor. Rollbacks rewind it, and the
             others that a loop reads for steps, but not the loader of an evaluation.
+        notices: sentences for the log.
     """
 
     def __init__(self, retries: Retries | None = None) -> None:
         self.epoch_loop = EpochLoop()
-        self._notices: list[str] = []
+        self.notices: list[str] = []
         self.passes = 0
         self.last_trained: SourceCursor | None = None
         self._sources: dict[str, Source] = {}
@@ -129,8 +111,8 @@ class Sources:
         """Number of loops over numbered epochs that have ended, see `Place`."""
         self._epoch = 0
         """The epoch of such a loop plus 1, or 0 outside of one, see `Place`."""
-        self._noticed: set[str] = set()
-        """The notices so far: each is written once."""
+        self._forward: set[str] = set()
+        """Obstacles of loaders that cannot be rewound: each has one notice."""
         self._retries = retries
 
     def __iter__(self) -> Iterator[SourceCursor]:
@@ -153,11 +135,8 @@ class Sources:
 
     def find(self, loader: Any) -> SourceCursor | None:
         """The cursor of a loader, or None before its first use in this process."""
-        for source in self._sources.values():
-            cursor = source.find(loader)
-            if cursor is not None:
-                return cursor
-        return None
+        cursors = (source.find(loader) for source in self._sources.values())
+        return next((cursor for cursor in cursors if cursor is not None), None)
 
     @property
     def next_id(self) -> BatchId:
@@ -166,9 +145,7 @@ class Sources:
         cursor = source.current or source.trained
         if source.awaited is not None:
             return place_of(source.awaited)
-        if cursor is None:
-            return BatchId(0, 0)
-        return cursor.next_id
+        return BatchId(0, 0) if cursor is None else cursor.next_id
 
     @property
     def place(self) -> BatchId:
@@ -178,15 +155,9 @@ class Sources:
         """
         epoch_loop, cursor = self.epoch_loop, self.last_trained
         if epoch_loop.can_return and (cursor is None or not cursor.in_use):
-            for each in self:
-                if each.in_use:
-                    cursor = each
-        name = self._trained
-        if cursor is not None:
-            name = cursor.source.name
-        awaited = None
-        if name is not None:
-            awaited = self._sources[name].awaited
+            cursor = next((each for each in self if each.in_use), cursor)
+        name = self._trained if cursor is None else cursor.source.name
+        awaited = None if name is None else self._sources[name].awaited
         if awaited is not None:
             at, place = place_of(awaited), awaited["place"]
         elif cursor is None:
@@ -200,9 +171,7 @@ class Sources:
         epoch = epoch_loop.next_epoch
         if epoch_loop.returns_to is not None:
             epoch = epoch_loop.returns_to
-        if place[1] != 1 + epoch:
-            return BatchId(epoch, 0)
-        return BatchId(epoch, at.index)
+        return BatchId(epoch, at.index if place[1] == 1 + epoch else 0)
 
     @property
     def place_of_break(self) -> BatchId | None:
@@ -263,86 +232,53 @@ class Sources:
             completed=completed,
         )
         if begun is None:
-            if epoch is None and not completed:
-                self._notice_completed_pass()
             return None
-        self.last_trained = self.last_trained or begun
-        if begun.has_begun_before:
+        if self.last_trained is None or begun.has_begun_before:
             self.last_trained = begun  # `place` is of the loader that continues
-        if not begun.can_rewind:
-            self._notice(f"after rollbacks the data continues forward: {begun.rewind_obstacle}")
+        if not begun.can_rewind and str(begun.rewind_obstacle) not in self._forward:
+            self._forward.add(str(begun.rewind_obstacle))
+            self.notices.append(
+                f"after rollbacks the data continues forward: {begun.rewind_obstacle}"
+            )
         return begun
 
     def _source(self, name: str) -> Source:
         """The source of a name, which is made at its first use."""
         if name not in self._sources:
-            self._sources[name] = Source(name, self._notices, retries=self._retries)
+            self._sources[name] = Source(name, self.notices, self._retries)
         return self._sources[name]
 
     def _begin_named_epoch(self, epoch: int) -> None:
         """Begins the epoch that the program has named for a loader, unless it has begun."""
-        epoch_loop = self.epoch_loop
-        epoch_loop.names_epochs = True
-        epoch_loop.next_epoch = epoch
-        if epoch_loop.can_return or self._epoch == 1 + epoch:
+        self.epoch_loop.names_epochs = True
+        self.epoch_loop.next_epoch = epoch
+        if self.epoch_loop.can_return or self._epoch == 1 + epoch:
             return
-        if 1 + epoch < self._epoch:  # another loop of the program
-            self._loop += 1
-        self._epoch = 1 + epoch
-        for source in self._sources.values():
-            source.begin_epoch(keeps=lambda place: True)
+        self._begin(self._loop + (1 + epoch < self._epoch), 1 + epoch, keeps=lambda place: True)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Begins an epoch of a loop over `Healer.epochs`.
-
-        Args:
-            epoch: number of the epoch. After a return it is an earlier one.
-        """
+        """Begins an epoch of a loop over `Healer.epochs`. After a return it is an earlier one."""
         self.epoch_loop.next_epoch = epoch
         self.epoch_loop.can_return = True
-        self._epoch = 1 + epoch
-        for source in self._sources.values():
-            source.begin_epoch(keeps=lambda place: place[:1] != [self._loop] or not place[1])
+        loop = self._loop
+        self._begin(loop, 1 + epoch, keeps=lambda place: place[0] != loop or not place[1])
 
     def end_epochs(self) -> None:
         """Ends a loop over `Healer.epochs`, also one that has had no epoch in this process."""
         self.epoch_loop.can_return = False
-        self._loop, self._epoch = self._loop + 1, 0
+        self._begin(self._loop + 1, 0, keeps=lambda place: not place[1])
+
+    def _begin(self, loop: int, epoch: int, keeps: Callable[[Place], bool]) -> None:
+        """Begins an epoch of the program's loop, or the code after the loop; see `Place`."""
+        self._loop, self._epoch = loop, epoch
         for source in self._sources.values():
-            source.begin_epoch(keeps=lambda place: not place[1])
+            source.begin_epoch(keeps=keeps)
 
     def pass_over_completed(self) -> None:
         """Passes over the passes of a completed run, whose loop over steps does not run."""
         for source in self._sources.values():
             if source.awaited is not None:
                 source.passes = source.awaited["place"][2] + 1
-
-    def _notice_completed_pass(self) -> None:
-        """Notes what a restart of a loop without numbered epochs does."""
-        self._notice(
-            f"the run resumes in epoch {self.place.epoch}, so a pass over an earlier epoch "
-            "yields no batch, and no epoch is trained twice. But the program's own code after "
-            "such a pass, for example an evaluation, runs again. `for epoch in "
-            "healer.epochs(n)` with batches(loader, epoch=epoch) begins at the right epoch; a "
-            "loop without epochs needs batches(loader, epochs=None)"
-        )
-
-    def is_new(self, notice: str) -> bool:
-        """Whether a notice was not given before. Each is given once."""
-        is_new = notice not in self._noticed
-        self._noticed.add(notice)
-        return is_new
-
-    def _notice(self, notice: str) -> None:
-        """Adds a notice that was not given before."""
-        if self.is_new(notice):
-            self._notices.append(notice)
-
-    def take_notices(self) -> list[str]:
-        """The sentences for the log since the last call."""
-        notices = [*self._notices]
-        self._notices.clear()
-        return notices
 
     def train(self, loader: SourceCursor) -> None:
         """Notes that a step has used the pending batches, those of a cursor last."""
@@ -368,11 +304,6 @@ class Sources:
     def is_caught_up(self) -> bool:
         """Whether the program has begun all passes again that earlier processes have begun."""
         return all(source.is_caught_up for source in self._sources.values())
-
-    @property
-    def has_repeated_all(self) -> bool:
-        """Whether passes have begun in this process, among them all of earlier processes."""
-        return self.passes > 0 and self.is_caught_up
 
     @property
     def can_rewind(self) -> bool:
@@ -404,42 +335,21 @@ class Sources:
             trained = self.last_trained.source.name
         return {"epoch": self.epoch_loop.next_epoch, "trained": trained, "sources": sources}
 
-    def forward_positions(self) -> dict[str, SavedPosition]:
-        """The positions of sources that cannot be rewound, JSON-safe.
-
-        A rollback moves all others back, and saves these positions. A restart after the rollback
-        then continues where such a source really is.
-        """
-        forward: dict[str, SavedPosition] = {}
-        for name, source in self._sources.items():
-            saved = None
-            if source.trained is not None and not source.trained.can_rewind:
-                saved = source.position(leaves=self.epoch_loop.can_return)
-            if saved is not None:
-                forward[name] = saved
-        return forward
-
     def skipped_by_source(self) -> dict[str, list[list[int]]]:
-        """Ids of all skipped batches, for a checkpoint.
-
-        Without them a restart would read the batches again that a rollback has skipped.
+        """Ids of all skipped batches, for a checkpoint: a restart would read them again.
 
         Returns:
             Name of a source -> pairs of epoch and index, sorted.
         """
-        skipped: dict[str, list[list[int]]] = {}
-        for name, source in self._sources.items():
-            if source.skipped:
-                skipped[name] = [list(batch) for batch in sorted(source.skipped)]
-        return skipped
+        return {
+            name: [list(batch) for batch in sorted(source.skipped)]
+            for name, source in self._sources.items()
+            if source.skipped
+        }
 
     def skipped_ids(self) -> frozenset[BatchId]:
         """Ids of all skipped batches, of any source."""
         return frozenset().union(*(source.skipped for source in self._sources.values()))
-
-    def check(self, position: Mapping[str, Any]) -> None:
-        """Checks positions of an earlier process before `seek`. Raises DataError."""
-        check_positions(position)
 
     def resume_skipped(self, skipped: Mapping[str, Iterable[Iterable[int]]]) -> None:
         """Takes the skipped batches of an earlier process: result of `skipped_by_source`."""
@@ -478,11 +388,9 @@ class Sources:
 
             does the program read a loader? ── no ──► wait until it begins the saved passes
                    │
-            does its loop over epochs return to an earlier one? May it? ── no ──► MODEL_CHANGED
+            does its loop over epochs return to an earlier one? ── yes ──► the same, if it may
                    │
             rewind the loader of each source ── one of them cannot ──► its obstacle
-                   │
-            begin the return, or note the epoch that the loop crosses
 
         If one of the loaders cannot be rewound, all of them continue forward, past the bad batches.
 
@@ -496,43 +404,30 @@ class Sources:
         loaders, epoch_loop = self._of_steps(), self.epoch_loop
         if position is None:
             return RewindObstacle("the checkpoint has no position of this loader")
-        saved: Mapping[str, SavedPosition] = position["sources"]
         if not loaders:
             epoch_loop.next_epoch = position["epoch"]
-            self._trained = position["trained"]
-            self._await_at(saved)
+            self._await_at(position)
             return RewindObstacle("the loop does not read its batches through healcore")
-        trained = loaders[0]
-        before, epoch_loop.crossed = trained.last_id, None
-        returns = self._returns_to(position, trained)
-        if returns:
+        if self._returns_to(position, loaders[0]):
             if epoch_loop.changed_in is not None and position["epoch"] <= epoch_loop.changed_in:
                 return MODEL_CHANGED
             # Also the sources of earlier passes, which the loop will read again.
-            others = [source.trained for source in self._sources.values()]
-            loaders += [each for each in others if each is not None and each not in loaders]
-        lost = None
-        # Loaders that cannot be rewound come first: if one of them fails, no loader has moved.
-        for loader in sorted(loaders, key=lambda loader: loader.can_rewind):
-            source = loader.source
-            obstacle = source.rewind(loader, saved.get(source.name))
-            if obstacle not in (None, EPOCH_LOST):
-                return obstacle
-            if loader is trained:
-                lost = obstacle
-        if returns:
-            for source in self._sources.values():
-                source.restart_later(saved.get(source.name))
-            self._trained = position["trained"]
-            self._await_at(saved)
+            for each in (*loaders, *(source.trained for source in self._sources.values())):
+                if each is not None and not each.can_rewind:
+                    return each.rewind_obstacle
+            self._await_at(position)
             epoch_loop.returns_to = position["epoch"]
             return None
-        if before is not None and trained.next_id.epoch < before.epoch:
-            epoch_loop.crossed = before.epoch
-        return lost
+        # Loaders that cannot be rewound come first: if one of them fails, no loader has moved.
+        for loader in sorted(loaders, key=lambda loader: loader.can_rewind):
+            obstacle = loader.source.rewind(loader, position["sources"].get(loader.source.name))
+            if obstacle is not None:
+                return obstacle
+        return None
 
-    def _await_at(self, saved: Mapping[str, SavedPosition]) -> None:
+    def _await_at(self, position: Mapping[str, Any]) -> None:
         """Makes all sources wait until the program begins the saved passes again."""
+        self._trained, saved = position["trained"], position["sources"]
         for name in {*self._sources, *saved}:
             self._source(name).await_at(saved.get(name))
 
@@ -564,5 +459,4 @@ class Sources:
         last = self.last_trained
         if last is None:
             return []
-        others = [each for each in self if each is not last and each.trains and each.in_loop]
-        return [last, *others]
+        return [last, *(each for each in self if each is not last and each.trains and each.in_loop)]

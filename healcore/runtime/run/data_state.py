@@ -94,8 +94,6 @@ class DataState:
         """What `state_dict` returns within `before_batches`, or None outside."""
         self._of_checkpoint: SavedDataState | None = None
         """The content of the checkpoint until the first batch or step, or None."""
-        self._texts: dict[str, tuple[Any, str]] = {}
-        """Name of a random state -> the state that was saved last, and its text."""
         self._at_pass = random_states()
         """Random states from before the newest pass."""
 
@@ -143,11 +141,7 @@ class DataState:
         """The content of a checkpoint's item, from random states and positions of the sources."""
         content: dict[str, Any] = {"data": data}
         for name, state in {**states, "at_pass": self._at_pass}.items():
-            # `random_states` returns the same object until a draw.
-            last = self._texts.get(name)
-            if last is None or last[0] is not state:
-                last = self._texts[name] = state, values.dumps(state, (DATA_STATE_ITEM, name))
-            content[name] = last[1]
+            content[name] = values.dumps(state, (DATA_STATE_ITEM, name))
         return content
 
     # -- restores -------------------------------------------------------------------------------
@@ -193,7 +187,7 @@ class DataState:
         """
         saved = self._of_checkpoint
         if saved is not None:
-            if ended and self._sources.has_repeated_all:
+            if ended and self._sources.passes and self._sources.is_caught_up:
                 self.set_random_states(saved)
                 self._of_checkpoint = None
             else:

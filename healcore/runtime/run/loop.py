@@ -510,21 +510,8 @@ class Loop:
         run.end_requests.note_mark(result)
 
     def _on_rollback(self) -> None:
-        """Does what a rollback asks of the loop, however it came about."""
+        """Forgets the noted steps, which a rollback has undone."""
         self._noted.clear()
-        self._explain_epochs()
-
-    def _explain_epochs(self) -> None:
-        """Says that the program's own number of the epoch is wrong after a rollback, if it is."""
-        loaders = self.run.loaders
-        one_pass = self.run.loaders.passes == 1 and not loaders.epoch_loop.names_epochs
-        if loaders.epoch_loop.crossed is None or one_pass or self.has_trainer:
-            return
-        self.warn(
-            f"batches of epoch {loaders.place.epoch} are repeated, but the program's own `epoch` "
-            f"is still {loaders.epoch_loop.crossed}: write `for epoch in healer.epochs(n)`, which "
-            "goes back too, or use healer.epoch"
-        )
 
     # -- the end of the run, see `shutdown` -----------------------------------------------------
 

@@ -97,90 +97,61 @@ class BatchLoop:
                 raise
             finally:
                 if not self._state.run_has_ended:
-                    self._loader.end_use()
+                    self._loader.in_use = False
             self._end_body()
         if self._is_exhausted:
             self._end()
 
     def _begin(self) -> bool:
-        """Begins the loop over the loader.
+        """Begins the loop over the loader, at its saved position; see `Sources.begin`.
+
+        Restores the random states of a checkpoint where the loader continues within an epoch.
 
         Returns:
             False if the loop yields nothing: a loop over `epochs` is about to return to an earlier
             epoch, or an earlier process has completed the pass.
         """
-        loop, loaders = self._loop, self._run.loaders
+        run, loop, state = self._run, self._loop, self._state
+        loaders, random_states = run.loaders, run.data_state
         loop.queue_dispatch()
         known = loaders.find(self._given)
         if loop.returns_to_epoch and (known is None or known.trains):
             return False
         broken_off = loaders.place_of_break
-        begun = self._begin_pass()
-        if begun is None:
-            return False
-        self._loader = begun
-        work_waits = loop.work_waits(self._loader)
-        if work_waits:
-            self._state.begin_evaluation()
-        self._state.mark_random_states_restored()
-        if known is not None and known.trains:  # what the code before this pass has changed
-            self._run.saver.keep_weight_sample()
-        if not work_waits:  # after a `break` the loop continues from `self._loader`
-            rollback = loop.after_step()
-            has_left = broken_off is not None and self._has_left_epoch(broken_off)
-            if rollback is None and has_left:
-                loop.save_after_break()
-        return True
-
-    def _begin_pass(self) -> SourceCursor | None:
-        """Begins a pass of the loader, at its saved position; see `Sources.begin`.
-
-        Restores the random states of a checkpoint where the loader continues within an epoch.
-
-        Returns:
-            The loader with its position, or None if an earlier process has completed the pass.
-        """
-        run, states = self._run, self._run.data_state
-        states.restore()  # for an epoch that begins, and draws, after the checkpoint
-        begun = run.loaders.begin(
+        random_states.restore()  # for an epoch that begins, and draws, after the checkpoint
+        begun = loaders.begin(
             self._given,
             self._epochs,
             self._epoch,
             self._limit,
             name=self._name,
             by_trainer=self._by_trainer,
-            completed=self._state.is_complete,
+            completed=state.is_complete,
         )
-        if begun is not None:
-            if begun.has_begun_before:
-                states.restore()  # a rewind has drawn; an epoch that begins keeps its draws
-            self._warn_about(begun)
-        elif self._state.is_complete:
-            states.restore()  # the program draws on as after the end of the run
-        elif not any(each.in_use for each in run.loaders):
-            states.begin_pass(ended=True)
-        for line in run.loaders.take_notices():
-            run.log.event("data", step=run.progress.step, outcome=line)
-            run.log.info(f"data: {line}")
-        return begun
-
-    def _warn_about(self, begun: SourceCursor) -> None:
-        """Warns of a batch size that has changed, and of an iterator without another batch.
-
-        Without healcore the program would continue after a pass without a batch, so this is no
-        error.
-        """
-        run = self._run
+        if begun is None:
+            if state.is_complete:
+                random_states.restore()  # the program draws on as after the end of the run
+            elif not any(each.in_use for each in loaders):
+                random_states.begin_pass(ended=True)
+            return False
+        self._loader = begun
+        if begun.has_begun_before:
+            random_states.restore()  # a rewind has drawn; an epoch that begins keeps its draws
         if begun.problem:
             run.log.problem(run.progress.step, begun.problem)
-        if self._epoch is not None and begun.is_used_up and run.loaders.is_new("used up"):
-            run.log.problem(
-                run.progress.step,
-                f"epoch {self._epoch} has no batch: the loader is an iterator, which can be read "
-                "only once, and it is exhausted. To read batches in each epoch, pass a function "
-                "that makes the iterator: healer.batches(lambda: stream(seed=healer.epoch), "
-                "epoch=epoch)",
-            )
+        while loaders.notices:
+            line = loaders.notices.pop(0)
+            run.log.event("data", step=run.progress.step, outcome=line)
+            run.log.info(f"data: {line}")
+        state.mark_random_states_restored()
+        if known is not None and known.trains:  # what the code before this pass has changed
+            run.saver.keep_weight_sample()
+        if loop.work_waits(begun):
+            state.begin_evaluation()
+        # After a `break` the loop continues from `self._loader`.
+        elif loop.after_step() is None and broken_off and self._has_left_epoch(broken_off):
+            loop.save_after_break()
+        return True
 
     def _has_left_epoch(self, place: BatchId) -> bool:
         """Whether this loop begins a later epoch than the epoch that a `break` has left.
@@ -228,15 +199,13 @@ class BatchLoop:
         not within a step or an evaluation.
         """
         run, loader = self._run, self._loader
-        waits = nullcontext()
-        if run.step_batches.between_steps and not self._state.in_evaluation:
-            waits = run.end_requests.waiting_for_data()
-        with waits:
+        may_end = run.step_batches.between_steps and not self._state.in_evaluation
+        with run.end_requests.waiting_for_data() if may_end else nullcontext():
             batch, batch_id = run.batch_reader.read(loader, run.progress.step)
         if run.loaders.is_caught_up:
             run.data_state.forget()
         run.step_batches.add(loader, batch, batch_id)
-        loader.use_batch()
+        loader.in_use = True
         return batch
 
     def _log_skipped(self) -> None:

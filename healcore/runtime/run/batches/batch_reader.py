@@ -5,30 +5,19 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import MutableMapping, MutableSequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from healcore import console
 from healcore.core.decision import Cause
 from healcore.runtime.data import BatchId
 from healcore.runtime.data.source import SourceCursor
-from healcore.runtime.faults.classification import Fault, classify
+from healcore.runtime.faults.classification import classify
 from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.ranks import Ranks
 
 if TYPE_CHECKING:
     from healcore.runtime.run.ending.requests import EndRequests
-
-
-class _Unreadable(NamedTuple):
-    """A batch that the policy skips because it cannot be read."""
-
-    batch: BatchId
-    """Id of the batch."""
-    fault: Fault
-    """The classified exception."""
-    error: Exception
-    """The exception."""
 
 
 class BatchReader:
@@ -56,6 +45,8 @@ class BatchReader:
         self._reads = 0
         """Number of reads of this process."""
         self._consecutive_failures = 0
+        self._last: Exception | None = None
+        """The exception of the newest skip: a generator that has ended with it raises it again."""
         self._failed_reads: deque[int] = deque()
         """Numbers of the reads that have failed, among the last `[skip_batch] within`."""
 
@@ -76,63 +67,49 @@ class BatchReader:
             StopIteration: the last batch was read.
             Exception: any error of the loader that the policy does not skip.
         """
-        # The skip is logged once the loader has yielded the next batch, or has raised again.
-        skip: _Unreadable | None = None
         while True:
             self._reads += 1
             try:
-                result = loader.next()
+                batch, batch_id = loader.next()
             except Exception as error:
-                if skip is not None and error is not skip.error:
-                    self._skip(loader, skip, step)
-                skip = self._skip_for(loader, error)
-                if skip is None:
+                unreadable = loader.unreadable
+                if unreadable is None or not self._skips(loader, unreadable, error, step):
                     raise
-                if not self._single_rank:
-                    self._skip(loader, skip, step)
-                    loader.unreadable = None  # it counts as read
-                    return _copied(loader.substitute), skip.batch
-            else:
-                if skip is not None:
-                    self._skip(loader, skip, step)
-                self._consecutive_failures = 0
-                if not self._single_rank:
-                    loader.substitute = _copied(result[0])
-                return result
+                if self._single_rank:
+                    continue
+                loader.unreadable = None  # it counts as read
+                return _copied(loader.substitute), unreadable
+            self._consecutive_failures = 0
+            if not self._single_rank:
+                loader.substitute = _copied(batch)
+            return batch, batch_id
 
-    def _skip_for(self, loader: SourceCursor, error: Exception) -> _Unreadable | None:
-        """The batch to skip, whose read has raised, or None if the error propagates."""
-        batch = loader.unreadable
-        if batch is None or self._end_requests.signal_number is not None:
-            return None  # no batch is at fault; a signal kills a loader's workers too
+    def _skips(self, loader: SourceCursor, batch: BatchId, error: Exception, step: int) -> bool:
+        """Skips a batch whose read has raised, and logs it. Returns False if the error propagates.
+
+        With several ranks another batch replaces it.
+        """
+        if self._end_requests.signal_number is not None:
+            return False  # a signal kills a loader's workers too
         fault = classify(error)
         skips = "skip_batch" in self._policy.answers(Cause.DATA)
-        if not skips or fault.cause not in (Cause.DATA, Cause.UNKNOWN):
-            return None
-        limits = self._policy.skip_batch
-        failed = self._failed_reads
+        if not skips or fault.cause not in (Cause.DATA, Cause.UNKNOWN) or error is self._last:
+            return False
+        limits, failed = self._policy.skip_batch, self._failed_reads
         in_a_row = self._consecutive_failures
         while failed and failed[0] <= self._reads - limits.within:
             failed.popleft()
         if in_a_row >= limits.consecutive or len(failed) >= limits.count:
-            done = "replaced by the previous batch"
-            if self._single_rank:
-                done = "skipped"
             error.add_note(
                 f"healcore: {in_a_row} unreadable batches in a row and {len(failed)} within "
-                f"{limits.within} were {done}, which is the limit of [skip_batch]"
+                f"{limits.within} were skipped, which is the limit of [skip_batch]"
             )
-            return None
+            return False
         if not self._single_rank and loader.substitute is None:
-            return None
+            return False
         failed.append(self._reads)
         self._consecutive_failures += 1
-        # An unknown error of a batch is one of its data.
-        return _Unreadable(batch, fault._replace(cause=Cause.DATA), error)
-
-    def _skip(self, loader: SourceCursor, skip: _Unreadable, step: int) -> None:
-        """Skips the batch, unless another batch has replaced it, and logs the fault."""
-        batch, fault, error = skip
+        self._last = error
         # torch puts the traceback of a loader's worker into its message.
         lines = f"{type(error).__name__}: {error}".strip().splitlines()
         text = " ... ".join(dict.fromkeys((lines[0][:300], lines[-1][:300])))
@@ -143,10 +120,11 @@ class BatchReader:
             problem += "; the previous batch is used in its place"
         if self._rank:  # only rank 0 has a log
             console.warning(f"rank {self._rank}: step {step}: {problem}")
-        ids = [list(batch)]
-        rows = batch.rows and [batch.rows]
-        answer = "skip_batch"
-        self._log.fault(step, fault, problem, answer=answer, batches=ids, rows=rows)
+        # An unknown error of a batch is one of its data.
+        fault = fault._replace(cause=Cause.DATA)
+        ids, rows = [list(batch)], batch.rows and [batch.rows]
+        self._log.fault(step, fault, problem, answer="skip_batch", batches=ids, rows=rows)
+        return True
 
 
 def _copied(batch: Any) -> Any:

@@ -67,7 +67,8 @@ def incomplete_run_error(run: Run, *, judges_weights: bool = True) -> BaseExcept
         stop_if_not_trained(run, judges_weights=judges_weights)
     except RunStopped as stop:
         return stop
-    is_at_end = state.reached_end or progress.had_completed or run.loaders.has_repeated_all
+    has_read_all = run.loaders.passes > 0 and run.loaders.is_caught_up
+    is_at_end = state.reached_end or progress.had_completed or has_read_all
     if progress.resumed_here and not (is_at_end or state.break_place or run.loop.has_trainer):
         return IncompleteRun(
             f"healcore: the run was resumed at step {progress.step}, and the loop has ended "

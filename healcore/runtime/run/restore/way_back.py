@@ -18,9 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from healcore.runtime.data.positions import positions_of_other_ranks
 from healcore.runtime.data.readers import RewindObstacle
-from healcore.runtime.data.source import EPOCH_LOST
 from healcore.runtime.driver import Engines, Rates
 from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.data_state import SavedDataState
@@ -265,10 +263,7 @@ class WayBack:
         """
         if obstacle is None or self.run.recovery.counts_steps or self.run.recovery.ends_by_steps:
             return 0
-        end = self.run.progress.step
-        if obstacle == EPOCH_LOST:
-            end = self.run.journal.loader_start
-        return max(end - target, 0)
+        return max(self.run.progress.step - target, 0)
 
     def _commit_rollback(self, done: RollbackRecord) -> None:
         """Replaces the record of the restored checkpoint, and saves it if it is not on disk."""
@@ -345,11 +340,7 @@ class WayBack:
         own = saved.record or RunRecord(first_step=saved.step, step=saved.step)
         self.run.record.continue_run(newest or own)
         self.run.loaders.resume_skipped(own.skipped)
-        positions = saved.position
-        if positions is not None and own.repeats_undone_steps(saved.step):
-            kept = _kept_positions(own, positions["sources"])
-            positions = {**positions, "sources": {**positions["sources"], **kept}}
-        self.run.loaders.seek(positions)
+        self.run.loaders.seek(saved.position)
         self.continue_from(saved, own, own.envelope, weights)
         epochs = [each.epoch for each in self.run.record.changes]
         self.run.loaders.epoch_loop.changed_in = max(epochs, default=None)
@@ -484,18 +475,6 @@ class WayBack:
             record.comparisons.silent_until = 0
         run.store.replace_record(step, record.to_dict())
         return True
-
-
-def _kept_positions(own: RunRecord, sources: Mapping[str, Any]) -> dict[str, Any]:
-    """Name of a source that the last rollback did not rewind -> its position, which it keeps.
-
-    If the number of ranks has changed since, its epoch begins again, as the epochs of the other
-    sources do.
-    """
-    for each in sources.values():
-        if "ranks" in each:
-            return positions_of_other_ranks(own.forward, each["ranks"])
-    return dict(own.forward)
 
 
 def _advice_for(newest: RunRecord | None) -> str:
