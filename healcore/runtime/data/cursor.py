@@ -359,7 +359,10 @@ class Cursor:
         epoch, index = self.next_id
         ends_at_limit = self._is_iterator and self.limit is not None and epoch > 0
         if index == 0 and not self._is_restored and not ends_at_limit:
-            raise EmptyLoader(epoch, self.name)
+            hint = "is the dataset empty, or smaller than one batch with drop_last=True?"
+            if epoch > 0:
+                hint = "it can be iterated over only once. Pass a function that makes it again"
+            raise EmptyLoader(f"{self.name} gave no batch in epoch {epoch}: {hint}")
         if self._is_iterator:
             self.is_used_up = True
             return
@@ -555,7 +558,7 @@ class Cursor:
             False if the cursor could not move; `rewind_obstacle` has the reason.
 
         Raises:
-            DataError: the loader failed on the position and could not return to the old position.
+            Exception: the loader failed on the position, and on the way back to the old position.
         """
         if not self.can_rewind:
             return False
@@ -581,14 +584,8 @@ class Cursor:
             reason = f"{self.name} does not accept the position"
             self._rewind_error = RewindObstacle(reason, error_text(error))
             self.next_id, self.last_id = was_at
-            try:
-                if not isinstance(error, DataError):  # else the reader has not moved
-                    self._move_to(decode_position(before), self._read_patiently)
-            except Exception:
-                raise DataError(
-                    f"{self.name} can continue neither from the new position nor from the old: "
-                    f"{error_text(error)}"
-                ) from error
+            if not isinstance(error, DataError):  # else the reader has not moved
+                self._move_to(decode_position(before), self._read_patiently)
             self._sampler_epochs.restore(self.next_id.epoch, before["told_epoch"])
             set_random_states(states)
             return False

@@ -11,7 +11,6 @@ loader, and a store of JAX cannot save torch tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, Field
@@ -73,7 +72,6 @@ class UnusableLoader(DataError, TypeError):
     __module__ = "healcore.errors"
 
 
-@dataclass(eq=False, repr=False)
 class EmptyLoader(DataError):
     """The loader gave no batch in a whole epoch.
 
@@ -81,23 +79,7 @@ class EmptyLoader(DataError):
     one, without a single step.
     """
 
-    epoch: int
-    """The epoch without a batch, from 0."""
-    loader: str
-    """Name of the loader, for the message."""
-
-    def _message(self) -> str:
-        hint = "is the dataset empty, or smaller than one batch with drop_last=True?"
-        if self.epoch > 0:
-            hint = (
-                "it can be iterated over only once. Pass a function that makes it again, as in "
-                "healer.batches(lambda: stream(seed=healer.epoch)), or something that starts again "
-                "with every iter()"
-            )
-        return f"{self.loader} gave no batch in epoch {self.epoch}: {hint}"
-
-
-EmptyLoader.__module__ = "healcore.errors"
+    __module__ = "healcore.errors"
 
 
 class _Numbers(NamedTuple):
@@ -130,9 +112,7 @@ class BatchId(_Numbers):
         return no_info_after_validator_function(lambda place: cls(*place), handler(_Numbers))
 
     def __str__(self) -> str:
-        rows = ""
-        if self.rows is not None:
-            rows = f" (rows {rows_text(self.rows)})"
+        rows = "" if self.rows is None else f" (rows {rows_text(self.rows)})"
         return f"batch {self.index} of epoch {self.epoch}{rows}"
 
 

@@ -29,9 +29,13 @@ from healcore.runtime.data.readers import (
 )
 from healcore.runtime.data.torch_reader import TorchReader, is_replayable
 
-_UNRECORDED = ("RandomSampler", "WeightedRandomSampler", "SubsetRandomSampler")
-"""Samplers that draw a new order in every epoch and do not record it. A restored torchdata loader
-then skips forward through a different order, without a warning."""
+_RANDOM_SAMPLERS = ("RandomSampler", "WeightedRandomSampler", "SubsetRandomSampler")
+_REWINDING = (
+    "pass a list, a torch DataLoader of a map-style dataset, torchdata's StatefulDataLoader with "
+    "shuffle=True, a Grain dataset, a loader or an iterator with an exact state_dict and "
+    "load_state_dict, or a function that makes the stream again: lambda: zip(a, b)"
+)
+"""What can be rewound instead."""
 
 
 def reader_for(loader: Any) -> Reader:
@@ -76,44 +80,34 @@ def _has_methods(thing: object, *names: str) -> bool:
 def _obstacle(loader: Any, *, has_state: bool) -> RewindObstacle | None:
     """Why a loader has no `state_dict` that determines what follows, and what to use instead."""
     name = class_name(loader)
-    if is_type(loader, "accelerate.data_loader", "DataLoaderDispatcher"):
-        return RewindObstacle(
-            f"{name} reads for all ranks on one rank",
-            "use dispatch_batches=False and a map-style dataset",
-        )
-    if is_type(loader, "accelerate.data_loader", "DataLoaderAdapter"):
-        return RewindObstacle(
-            f"{name} does not record the position in an IterableDataset",
-            "use a map-style dataset, or pass torchdata's StatefulDataLoader to the Healer without "
-            "preparing it",
-        )
     if not has_state:
         article = "an" if name[0].lower() in "aeiou" else "a"
-        return RewindObstacle(
-            f"{article} {name} cannot be rewound",
-            "it has no state_dict and load_state_dict (or get_state and set_state). Pass a list, a "
-            "torch DataLoader of a map-style dataset, torchdata's StatefulDataLoader, a Grain "
-            "dataset, a loader whose iterator has these methods, or a function that makes the "
-            "stream again: lambda: zip(a, b)",
-        )
-    if _has_shuffle_buffer(loader):
-        reason = f"{name} does not record its shuffle buffer"
-        return RewindObstacle(reason, "use a map-style dataset, with shuffle")
-    if is_type(loader, "torchdata.nodes", "Loader"):
-        return RewindObstacle(f"{name} reads ahead into the next epoch", "use StatefulDataLoader")
-    if getattr(loader, "num_workers", 0) and getattr(loader, "in_order", True) is False:
-        reason = f"{name} with in_order=False has no fixed order"
-        return RewindObstacle(reason, "use in_order=True")
-    for sampler in samplers_of(loader):
-        draws = is_type(sampler, "torch.utils.data", *_UNRECORDED)
-        if generators_of(sampler) and not is_type(sampler, "torchdata", "RandomSampler"):
-            draws = True
-        if draws and not hasattr(sampler, "state_dict"):
-            return RewindObstacle(
-                f"{name} does not record the order of {class_name(sampler)}",
-                "use shuffle=True, or a sampler that records the order in its state_dict",
-            )
-    return None
+        return RewindObstacle(f"{article} {name} cannot be rewound", _REWINDING)
+    if is_type(loader, "accelerate.data_loader", "DataLoaderDispatcher", "DataLoaderAdapter"):
+        missing = "the position of this rank"
+    elif is_type(loader, "torchdata.nodes", "Loader"):
+        missing = "that it reads ahead into the next epoch"
+    elif getattr(loader, "num_workers", 0) and getattr(loader, "in_order", True) is False:
+        missing = "the order of in_order=False"
+    elif _has_shuffle_buffer(loader):
+        missing = "its shuffle buffer"
+    else:
+        unrecorded = [each for each in samplers_of(loader) if _draws_unrecorded(each)]
+        if not unrecorded:
+            return None
+        missing = f"the order of {class_name(unrecorded[0])}"
+    return RewindObstacle(f"the state of {name} does not record {missing}", _REWINDING)
+
+
+def _draws_unrecorded(sampler: Any) -> bool:
+    """Whether a sampler draws a new order in every epoch, and does not record it.
+
+    A restored torchdata loader then skips forward through a different order, without a warning.
+    """
+    draws = generators_of(sampler) and not is_type(sampler, "torchdata", "RandomSampler")
+    return not hasattr(sampler, "state_dict") and bool(
+        draws or is_type(sampler, "torch.utils.data", *_RANDOM_SAMPLERS)
+    )
 
 
 def _has_shuffle_buffer(loader: Any) -> bool:

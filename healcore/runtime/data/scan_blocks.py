@@ -19,14 +19,7 @@ def _whole_number(name: str, value: Any) -> int:
     """The value as an int. Raises ValueError unless the value is a whole number >= 1."""
     if isinstance(value, int | np.integer) and not isinstance(value, bool) and value >= 1:
         return int(value)
-    shape = getattr(value, "shape", ())
-    if not shape:
-        raise ValueError(f"{name} is a whole number >= 1, not {value!r}")
-    raise ValueError(
-        f"{name} is a whole number >= 1, not an array of shape {tuple(shape)}. Unlike lax.scan, "
-        "healer.scan gives `update` only the number of the update: pass the number of updates, and "
-        "read the data in `update`, as in data[number]"
-    )
+    raise ValueError(f"{name} is a whole number >= 1, not {value!r:.80}")
 
 
 class ScanBlocks(Reader):

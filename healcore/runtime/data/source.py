@@ -10,7 +10,7 @@ again from its first batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from healcore.runtime.data.cursor import Cursor, Limit
@@ -182,7 +182,7 @@ class Source:
         self.awaited: SavedPosition | None = None
         self.passes = 0
         self._evaluations: list[Place] = []
-        """Places of the evaluations so far, without earlier epochs of a loop over epochs."""
+        """Places of the evaluations so far."""
         self._owed: list[Place] = []
         """Places of the evaluations before the awaited position that a restart reads again."""
         self._least_pass = 0
@@ -340,12 +340,11 @@ class Source:
             now.skipped_batch_ids = set()  # an evaluation has no numbers of its own to be skipped
             now.pending_ids, now.contents = [], []
 
-    def begin_epoch(self, *, keeps: Callable[[Place], bool]) -> None:
-        """Begins an epoch of the program's loop: forgets the evaluations of earlier epochs."""
+    def begin_epoch(self) -> None:
+        """Begins an epoch of the program's loop, or the code after the loop."""
         self.end_pass()
         self.current = None
         self.passes = 0
-        self._evaluations = [each for each in self._evaluations if keeps(each)]
 
     def _keep(self, cursor: SourceCursor) -> None:
         """Keeps a new cursor, and forgets the oldest one beyond the maximum."""

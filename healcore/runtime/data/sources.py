@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from healcore.runtime.data.cursor import Limit
@@ -254,25 +254,24 @@ class Sources:
         self.epoch_loop.next_epoch = epoch
         if self.epoch_loop.can_return or self._epoch == 1 + epoch:
             return
-        self._begin(self._loop + (1 + epoch < self._epoch), 1 + epoch, keeps=lambda place: True)
+        self._begin(self._loop + (1 + epoch < self._epoch), 1 + epoch)
 
     def begin_epoch(self, epoch: int) -> None:
         """Begins an epoch of a loop over `Healer.epochs`. After a return it is an earlier one."""
         self.epoch_loop.next_epoch = epoch
         self.epoch_loop.can_return = True
-        loop = self._loop
-        self._begin(loop, 1 + epoch, keeps=lambda place: place[0] != loop or not place[1])
+        self._begin(self._loop, 1 + epoch)
 
     def end_epochs(self) -> None:
         """Ends a loop over `Healer.epochs`, also one that has had no epoch in this process."""
         self.epoch_loop.can_return = False
-        self._begin(self._loop + 1, 0, keeps=lambda place: not place[1])
+        self._begin(self._loop + 1, 0)
 
-    def _begin(self, loop: int, epoch: int, keeps: Callable[[Place], bool]) -> None:
+    def _begin(self, loop: int, epoch: int) -> None:
         """Begins an epoch of the program's loop, or the code after the loop; see `Place`."""
         self._loop, self._epoch = loop, epoch
         for source in self._sources.values():
-            source.begin_epoch(keeps=keeps)
+            source.begin_epoch()
 
     def pass_over_completed(self) -> None:
         """Passes over the passes of a completed run, whose loop over steps does not run."""
