@@ -59,7 +59,7 @@ def test_a_limited_iterator_continues_in_the_next_epoch(length):
         pytest.param(lambda: DataLoader(Stream()), "StatefulDataLoader", id="stream"),
         pytest.param(
             lambda: accelerated(dispatch_batches=True),
-            "dispatch_batches=False",
+            "does not record the position of this rank",
             id="dispatch_batches",
         ),
         pytest.param(
@@ -79,7 +79,7 @@ def test_a_limited_iterator_continues_in_the_next_epoch(length):
         ),
         pytest.param(
             lambda: stateful(num_workers=2, in_order=False),
-            "no fixed order",
+            "the order of in_order=False",
             id="workers out of order",
         ),
     ],
