@@ -12,6 +12,7 @@ from healcore.console import counted, error_text
 from healcore.core.decision import Cause
 from healcore.runtime.data.loaders import Loader, SamplerEpochs, class_name
 from healcore.runtime.data.positions import (
+    POSITION_VERSION,
     BatchId,
     DataError,
     EmptyLoader,
@@ -21,8 +22,8 @@ from healcore.runtime.data.positions import (
     check_division,
     decode_position,
     division,
-    encode_position,
     place_of,
+    states_text,
 )
 from healcore.runtime.data.random_states import (
     RandomStates,
@@ -125,9 +126,6 @@ class Cursor:
         self._sampler_epochs = SamplerEpochs(loader)
         self._positions: deque[SavedPosition] = deque(maxlen=_MAX_POSITIONS)
         """The last positions, from which an earlier batch can be reached."""
-        self._last_end: BatchId | None = None
-        """Id after the last batch of the last complete epoch, which is the same place as the start
-        of the next epoch."""
         self._begin_states: RandomStates = {}
         """Random states of before the epoch has begun."""
         self._error: Exception | None = None
@@ -290,6 +288,8 @@ class Cursor:
         """The batches of the epoch; begins the epoch if necessary."""
         if self._batches is None:
             epoch, reader = self.next_id.epoch, self._reader
+            if self._is_between and not reader.replays:
+                self.position()
             self._sampler_epochs.begin(epoch, by_user=epoch == self._requested)
             self._begin_states = random_states(reader.generators)
             self._batches = self._call_patiently(reader.begin)
@@ -324,7 +324,6 @@ class Cursor:
         batches, which = self._begin(), self.next_id
         self._error = None
         if self.limit is not None and which.index >= self.limit(which.epoch) > 0:
-            self._last_end = which
             # The next epoch of an iterator continues in the same stream.
             rest = batches if self._is_iterator else None
             self._move(BatchId(which.epoch + 1, 0), rest)
@@ -359,19 +358,14 @@ class Cursor:
         epoch, index = self.next_id
         ends_at_limit = self._is_iterator and self.limit is not None and epoch > 0
         if index == 0 and not self._is_restored and not ends_at_limit:
-            hint = "is the dataset empty, or smaller than one batch with drop_last=True?"
-            if epoch > 0:
-                hint = "it can be iterated over only once. Pass a function that makes it again"
-            raise EmptyLoader(f"{self.name} gave no batch in epoch {epoch}: {hint}")
+            raise EmptyLoader(epoch, self.name)
         if self._is_iterator:
             self.is_used_up = True
             return
         self._is_restored = False
         # A state between two epochs may restore the end of the first one. Then no batch was read,
         # and the epoch keeps its number: its batches are still to come.
-        if index > 0:
-            self._last_end, epoch = self.next_id, epoch + 1
-        self._move(BatchId(epoch, 0), None, is_between=True)
+        self._move(BatchId(epoch + (index > 0), 0), None, is_between=True)
 
     def _drop_until(self, goal: BatchId, read: Callable[[], Any]) -> None:
         """Reads and discards batches. An unreadable batch also counts as read.
@@ -517,9 +511,15 @@ class Cursor:
             generators = self._begin_states.get("own", [])
         elif reader.draws_in_order or batch.index == 0:
             generators = [generator_state(each) for each in reader.generators]
-        number = self._sampler_epochs.number(batch.epoch)
-        states = None if reader.obstacle is not None else (state, generators)
-        return encode_position(reader.kind, batch, states, number, division(self.loader))
+        return {
+            "version": POSITION_VERSION,
+            "kind": reader.kind,
+            "epoch": batch.epoch,
+            "index": batch.index,
+            "state": states_text((state, generators)) if reader.obstacle is None else None,
+            "told_epoch": self._sampler_epochs.number(batch.epoch),
+            "division": division(self.loader),
+        }
 
     def position_before(self, batch: BatchId) -> SavedPosition | None:
         """The position before a batch that was read, or None if it cannot be reached.
@@ -536,9 +536,6 @@ class Cursor:
             return self._saved(batch, None)
         if self._reader.replays and batch.epoch == self.next_id.epoch:
             return self._saved(batch, self._reader.state(batch.index, newest=False))
-        end = self._last_end
-        if batch.index == 0 and end is not None and end.epoch == batch.epoch - 1:
-            batch = end
         for position in reversed(self._positions):
             known = place_of(position)
             if known == batch or (known.epoch == batch.epoch and 0 < known.index < batch.index):

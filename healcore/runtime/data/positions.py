@@ -11,6 +11,7 @@ loader, and a store of JAX cannot save torch tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, Field
@@ -27,7 +28,7 @@ POSITION_VERSION = 4
 _STATE_PATH = ("the loader's state",)
 
 SavedPosition = dict[str, Any]
-"""A position as JSON-safe values, see `encode_position`."""
+"""A position as JSON-safe values, with the keys of `Position`."""
 Place = list[int]
 """Where in the program a pass begins: [loop, epoch, index].
 
@@ -42,7 +43,7 @@ Positions = dict[str, Any]
     {"epoch": 1, "trained": "", "sources": {"": position, "b": position}}
 
 "epoch" is the epoch of the program's loop, and "trained" the source of the last step or None. The
-position of a source has these keys besides those of `encode_position`:
+position of a source has these keys besides those of `Position`:
 
     place        where in the program its pass begins
     first        number of the first pass that the loop there has read
@@ -72,6 +73,7 @@ class UnusableLoader(DataError, TypeError):
     __module__ = "healcore.errors"
 
 
+@dataclass(eq=False, repr=False)
 class EmptyLoader(DataError):
     """The loader gave no batch in a whole epoch.
 
@@ -79,7 +81,23 @@ class EmptyLoader(DataError):
     one, without a single step.
     """
 
-    __module__ = "healcore.errors"
+    epoch: int
+    """The epoch without a batch, from 0."""
+    loader: str
+    """Name of the loader, for the message."""
+
+    def _message(self) -> str:
+        hint = "is the dataset empty, or smaller than one batch with drop_last=True?"
+        if self.epoch > 0:
+            hint = (
+                "it can be iterated over only once. Pass a function that makes it again, as in "
+                "healer.batches(lambda: stream(seed=healer.epoch)), or something that starts again "
+                "with every iter()"
+            )
+        return f"{self.loader} gave no batch in epoch {self.epoch}: {hint}"
+
+
+EmptyLoader.__module__ = "healcore.errors"
 
 
 class _Numbers(NamedTuple):
@@ -144,30 +162,13 @@ class Position(BaseModel, frozen=True):
         return BatchId(self.epoch, self.index)
 
 
-def encode_position(
-    kind: str,
-    batch: BatchId,
-    states: tuple[Any, list[Any] | None] | None,
-    told_epoch: int | None,
-    division: Division | None,
-) -> SavedPosition:
-    """Encodes a position for a checkpoint; see the fields of `Position`.
-
-    The states become text. The text is also a copy: loaders return live objects, which the next
-    batch would change.
+def states_text(states: tuple[Any, list[Any] | None]) -> str:
+    """`Position.state` as text: a copy, because loaders return live objects.
 
     Raises:
         UnsavableState: a state holds an object without a plain form.
     """
-    return {
-        "version": POSITION_VERSION,
-        "kind": kind,
-        "epoch": batch.epoch,
-        "index": batch.index,
-        "state": None if states is None else values.dumps(states, _STATE_PATH),
-        "told_epoch": told_epoch,
-        "division": division,
-    }
+    return values.dumps(states, _STATE_PATH)
 
 
 def decode_position(value: Any) -> Position:
@@ -201,7 +202,7 @@ def place_of(position: Mapping[str, Any]) -> BatchId:
 
 
 class _SourcePosition(Position, frozen=True):
-    """The keys of a source's position besides those of `encode_position`."""
+    """The keys of a source's position besides those of `Position`."""
 
     place: _Place
     first: _Number

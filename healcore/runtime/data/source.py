@@ -43,7 +43,7 @@ class SourceCursor(Cursor):
         a loop begins, or `next` reads a batch       True
         the loop has no further batch                False
         `break`                                      True: the next loop drops the rest of the epoch
-        `leave_loop`, such as by a rollback          False: the next loop begins where the loader is
+        a rollback                                   False: the next loop begins where the loader is
 
     Attributes:
         source: the source that the loader belongs to.
@@ -137,18 +137,6 @@ class SourceCursor(Cursor):
     def leave_by_break(self) -> None:
         """Notes that a `break` has ended the loop body."""
         self.in_use, self.left_by_break = False, True
-
-    def leave_loop(self) -> None:
-        """Notes that no loop reads the loader, so that the next loop continues where the loader is.
-
-        Called after the last batch and after a rollback, which undoes an earlier `break`.
-        """
-        self.in_loop = False
-
-    def close(self) -> None:
-        """Releases the loader's iterator with its workers. Nothing can be read afterwards."""
-        super().close()
-        self.leave_loop()
 
 
 class Source:
@@ -400,7 +388,7 @@ class Source:
         self._evaluations, self._owed = [], [] if saved is None else [*saved["evaluations"]]
         for cursor in self._cursors:
             cursor.named = None
-            cursor.leave_loop()
+            cursor.in_loop = False
             if cursor.trains:  # also one that the program has begun to read after the position
                 cursor.rewind(cursor.start)
 
@@ -421,5 +409,5 @@ class Source:
             saved = {**cursor.start, "epoch": cursor.since}
         if not cursor.rewind(saved):
             return cursor.rewind_obstacle
-        cursor.leave_loop()  # a `break` came after this position, so it is undone too
+        cursor.in_loop = False  # a `break` came after this position, so it is undone too
         return None

@@ -79,6 +79,9 @@ class DataState:
 
     Args:
         sources: the sources of the run, whose positions may draw random numbers.
+
+    Attributes:
+        is_restored: whether the random states of `resume` were set for the loop that runs.
     """
 
     per_rank = True
@@ -96,6 +99,7 @@ class DataState:
         """The content of the checkpoint until the first batch or step, or None."""
         self._at_pass = random_states()
         """Random states from before the newest pass."""
+        self.is_restored = False
 
     # -- saves ----------------------------------------------------------------------------------
 
@@ -174,8 +178,20 @@ class DataState:
         Without the call, dropout would use other random numbers than in a run that was not
         interrupted.
         """
+        self.is_restored = True
         if self._of_checkpoint is not None:
             self.set_random_states(self._of_checkpoint)
+
+    def restore_once(self) -> None:
+        """Sets the random states of `resume`, once for a loop with data of its own.
+
+        Such a loop calls nothing of the Healer before it draws its first batch: it only reads the
+        number of the step. If the states were set at the start of the run, the set-up of the
+        program would draw from them. If they were set at the first step, the first batch would be
+        another one.
+        """
+        if not self.is_restored:
+            self.restore()
 
     def begin_pass(self, *, ended: bool = False) -> None:
         """Keeps the random states before a pass over the data, or restores them after a restart.

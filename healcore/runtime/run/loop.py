@@ -91,25 +91,12 @@ class Loop:
 
         Called when the program reads `Healer.step`, and between two steps. It has two effects:
 
-        - The first call after a restart restores random states (`_restore_random_states`).
+        - The first call after a restart restores random states (`DataState.restore_once`).
         - The loop does not count its steps itself, so it has not lost count where a checkpoint has
           replaced its snapshot. `own_count_obstacle` would end such a loop, and is dropped.
         """
         self.state.follow_given_numbers()
-        self._restore_random_states()
-
-    def _restore_random_states(self) -> None:
-        """Restores the random states of the checkpoint, once for a loop with data of its own.
-
-        For a loop over a loader, `BatchLoop` restores them. A loop with data of its own
-        calls nothing of the Healer before it draws its first batch: it only reads the number of the
-        step. If the states were restored at the start of the run, the set-up of the program would
-        draw from them. If they were restored at the first step, the first batch would be another
-        one. After the first step, `DataState.restore` changes nothing.
-        """
-        if not self.state.has_random_states:
-            self.state.mark_random_states_restored()
-            self.run.data_state.restore()
+        self.run.data_state.restore_once()
 
     def check_own_count(self) -> None:
         """Ends a program whose loop counts its steps itself, if the count is wrong since the start.
@@ -221,8 +208,7 @@ class Loop:
         if state.in_evaluation:
             state.end_evaluation()
         self.queue_dispatch()
-        if state.own_count_obstacle or not state.has_random_states:  # a loop begins
-            self.continue_by_step_number()
+        self.continue_by_step_number()
         has_stepped = state.phase is LoopPhase.AFTER_STEP
         if has_stepped:  # what the rest of the body has changed belongs to the step
             run.saver.keep_weight_sample()

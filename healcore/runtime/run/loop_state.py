@@ -63,10 +63,6 @@ class LoopState:
         any body              continue_body: the program saves in it      `body_continues`
         `body_continues`      end_step in AFTER_STEP                      a body without the mark
 
-        states not restored   mark_random_states_restored                 random states restored
-        states restored       await_random_states: a loop begins that     states not restored
-                              draws its own data
-
         own count permitted   reject_own_count: a checkpoint has          own count rejected
                               replaced the program's snapshot
         own count rejected    follow_given_numbers                        own count permitted
@@ -104,8 +100,6 @@ class LoopState:
             evaluation. The rest of the body may draw random numbers.
         at_rest: whether the outermost loop has ended or was left, and its state was saved. What the
             program does until a loop takes its next step does not belong to the run.
-        has_random_states: whether the random states of the checkpoint were restored for the loop
-            that runs.
         own_count_obstacle: reason why a loop that counts its steps itself cannot continue, because
             a checkpoint has replaced its snapshot, or an empty string.
     """
@@ -125,7 +119,6 @@ class LoopState:
         self.in_evaluation = False
         self.body_continues = False
         self.at_rest = False
-        self.has_random_states = False
         self.own_count_obstacle = ""
 
     # -- the phase ------------------------------------------------------------------------------
@@ -282,14 +275,6 @@ class LoopState:
     def continue_body(self) -> None:
         """The body continues after its step was counted."""
         self.body_continues = True
-
-    def await_random_states(self) -> None:
-        """A loop begins that draws its own data, so the random states are not restored for it."""
-        self.has_random_states = False
-
-    def mark_random_states_restored(self) -> None:
-        """The random states of the checkpoint are restored for the loop that runs."""
-        self.has_random_states = True
 
     # -- errors of the program ------------------------------------------------------------------
 

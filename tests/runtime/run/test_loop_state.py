@@ -64,7 +64,6 @@ def test_an_event_leads_from_a_phase_to_the_next(phase, event, new_phase):
         ("yield_step", {"step": 3}, {"yielded_step": 3, "in_body": True}),
         ("begin_evaluation", {}, {"in_evaluation": True, "body_continues": True}),
         ("continue_body", {}, {"body_continues": True}),
-        ("mark_random_states_restored", {}, {"has_random_states": True}),
         ("reject_own_count", {"obstacle": "a"}, {"own_count_obstacle": "a"}),
     ],
 )
@@ -79,7 +78,6 @@ def test_an_event_changes_what_it_is_named_after_and_nothing_else(event, given, 
     ("begins", "ends"),
     [
         ("enter_body", "leave_body"),
-        ("mark_random_states_restored", "await_random_states"),
     ],
 )
 def test_an_event_ends_what_another_has_begun(begins, ends):

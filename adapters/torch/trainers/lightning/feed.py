@@ -185,6 +185,7 @@ class Feed:
         if self._progress.access:
             for loader in self._progress.access.loaders:
                 loader.close()
+                loader.in_loop = False
         self.combined_loader.reset()
 
 

@@ -143,7 +143,6 @@ class BatchLoop:
             line = loaders.notices.pop(0)
             run.log.event("data", step=run.progress.step, outcome=line)
             run.log.info(f"data: {line}")
-        state.mark_random_states_restored()
         if known is not None and known.trains:  # what the code before this pass has changed
             run.saver.keep_weight_sample()
         if loop.work_waits(begun):
@@ -189,7 +188,7 @@ class BatchLoop:
             finally:
                 self._log_skipped()
         hang_guard.pause()
-        loader.leave_loop()
+        loader.in_loop = False
         return False
 
     def _next(self) -> Any:
@@ -252,7 +251,7 @@ class BatchLoop:
             step_batches.end_evaluation(loader)
         if not loop.is_evaluation(loader):  # a pass of the program's loop has ended
             self._run.data_state.begin_pass(ended=True)
-        loader.leave_loop()
+        loader.in_loop = False
         if not trains or not loader.trains:
             return
         # A pass with a number is one of several, and so is perhaps a pass of few steps.

@@ -105,7 +105,7 @@ def loop_over_steps(run: Run, total: int, warmup: int | None = None) -> Iterator
     """
     loop, progress, state = run.loop, run.progress, run.loop.state
     warm_up = WarmUp(total, warmup, progress=run.progress, driver=run.driver, log=run.log)
-    state.await_random_states()
+    run.data_state.is_restored = False  # for the data that the loop draws
     run.recovery.counts_steps = True
     if state.is_complete:
         run.data_state.restore()
