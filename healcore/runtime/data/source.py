@@ -170,7 +170,7 @@ class Source:
         self.awaited: SavedPosition | None = None
         self.passes = 0
         self._evaluations: list[Place] = []
-        """Places of the evaluations so far."""
+        """Places of the evaluations so far that a restart reads again."""
         self._owed: list[Place] = []
         """Places of the evaluations before the awaited position that a restart reads again."""
         self._least_pass = 0
@@ -328,11 +328,17 @@ class Source:
             now.skipped_batch_ids = set()  # an evaluation has no numbers of its own to be skipped
             now.pending_ids, now.contents = [], []
 
-    def begin_epoch(self) -> None:
-        """Begins an epoch of the program's loop, or the code after the loop."""
+    def begin_epoch(self, returning: int | None) -> None:
+        """Begins an epoch of the program's loop, or the code after the loop.
+
+        Args:
+            returning: number of the loop over `Healer.epochs` that runs or has ended, or None. A
+                restart does not run its earlier epochs again.
+        """
         self.end_pass()
         self.current = None
         self.passes = 0
+        self._evaluations = [e for e in self._evaluations if e[0] != returning or not e[1]]
 
     def _keep(self, cursor: SourceCursor) -> None:
         """Keeps a new cursor, and forgets the oldest one beyond the maximum."""

@@ -254,24 +254,24 @@ class Sources:
         self.epoch_loop.next_epoch = epoch
         if self.epoch_loop.can_return or self._epoch == 1 + epoch:
             return
-        self._begin(self._loop + (1 + epoch < self._epoch), 1 + epoch)
+        self._begin(self._loop + (1 + epoch < self._epoch), 1 + epoch, None)
 
     def begin_epoch(self, epoch: int) -> None:
         """Begins an epoch of a loop over `Healer.epochs`. After a return it is an earlier one."""
         self.epoch_loop.next_epoch = epoch
         self.epoch_loop.can_return = True
-        self._begin(self._loop, 1 + epoch)
+        self._begin(self._loop, 1 + epoch, self._loop)
 
     def end_epochs(self) -> None:
         """Ends a loop over `Healer.epochs`, also one that has had no epoch in this process."""
         self.epoch_loop.can_return = False
-        self._begin(self._loop + 1, 0)
+        self._begin(self._loop + 1, 0, self._loop)
 
-    def _begin(self, loop: int, epoch: int) -> None:
+    def _begin(self, loop: int, epoch: int, returning: int | None) -> None:
         """Begins an epoch of the program's loop, or the code after the loop; see `Place`."""
         self._loop, self._epoch = loop, epoch
         for source in self._sources.values():
-            source.begin_epoch()
+            source.begin_epoch(returning)
 
     def pass_over_completed(self) -> None:
         """Passes over the passes of a completed run, whose loop over steps does not run."""
