@@ -21,7 +21,7 @@ from healcore.policy import PolicyError
 from healcore.runtime.data import DataError, EmptyLoader, UnusableLoader
 from healcore.runtime.driver_choice import UnknownState
 from healcore.runtime.faults.microbatches import MicrobatchError
-from healcore.runtime.healer_error import HealerError
+from healcore.runtime.healer import HealerError
 from healcore.runtime.run.ending.exits import (
     AlreadyCompleted,
     EndRequested,
@@ -31,7 +31,7 @@ from healcore.runtime.run.ending.exits import (
     RunStopped,
     Terminated,
 )
-from healcore.runtime.run.start_plan import StoreNotEmpty
+from healcore.runtime.run.start import StoreNotEmpty
 from healcore.runtime.store.checkpoints import (
     CheckpointDamaged,
     CheckpointNotFound,

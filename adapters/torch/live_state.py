@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from healcore.console import stacklevel_of_program
 from healcore.core.errors import AttachError
-from healcore.runtime.program_settings import json_setting
+from healcore.runtime.driver import json_setting
 from healcore.torch import gradients
 from healcore.torch.attachment import Healing, unwrapped
 from healcore.torch.gradients import ParamGroup

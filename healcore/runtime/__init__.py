@@ -7,15 +7,12 @@ What a program uses:
     batch_iterator    `Batches`, which `Healer.batches` returns
     healing_report    `HealingReport`, which `Healer.report` returns
     healer_options    the arguments of `Healer`, checked
-    healer_error      `HealerError`: a method was called where it cannot work
     run_options       `Checkpoints`, `Logging`, `Hooks`, and the policy's part for the host
 
 What a framework or a trainer is to the runtime:
 
     driver            `Driver`, the interface between the Healer and a framework
     driver_choice     chooses the driver for a state
-    engine_names      checks the names of engines that a driver is to load
-    program_settings  the settings of the program that a driver reads
     trainer_access    what the integration of a trainer uses of an open run
 
 What a run does:

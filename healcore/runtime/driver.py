@@ -53,14 +53,20 @@ reports it (`observe`); a step of JAX returns a new state, which the program pas
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
+from healcore.core.engine import StateError
 from healcore.core.step_record import StepRecord
 from healcore.runtime.faults.microbatches import Gradients
 from healcore.runtime.store.ranks import Ranks
 from healcore.runtime.store.store import CheckpointStore
 
+WEIGHTS = "initial weights"
+"""Name of the digest of the weights in `Driver.settings`."""
+STEPPED = ", stepped"
+"""End of the digest of a program that has loaded a snapshot: its optimizers have stepped before."""
 Engines = Mapping[str, Mapping[str, Any]]
 """Engine name -> `Engine.to_dict`."""
 Rates = Mapping[str, float | None]
@@ -475,9 +481,8 @@ class Driver(abc.ABC):
         value where it is known. Arguments of schedulers are included: a checkpoint restores them.
 
         Returns:
-            Name -> number, text, bool, or a list of these. The value of `WEIGHTS` is a digest of
-            some values of each parameter, equal in all processes. The names are constants of
-            `healcore.runtime.program_settings`, with `STEPPED` and the function `json_setting`.
+            Name -> number, text, bool, or a list of these, see `json_setting`. The value of
+            `WEIGHTS` is a digest of some values of each parameter, equal in all processes.
         """
 
     @abc.abstractmethod
@@ -552,3 +557,43 @@ class Driver(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Removes the hooks that the driver has installed. The program may train on without it."""
+
+
+def json_setting(value: Any) -> Any:
+    """A hyperparameter as a JSON value, for `Driver.settings`.
+
+    Args:
+        value: any object.
+
+    Returns:
+        The bool, text, number or list. NaN and Inf become texts, because JSON has no number for
+        them. None for a tensor, a function or another object, and for a list with such an item.
+    """
+    if isinstance(value, bool | str):
+        return value
+    if isinstance(value, int | float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, tuple | list):
+        items = [json_setting(each) for each in value]
+        if items and None not in items:
+            return items
+    return None
+
+
+def check_engines(engines: Iterable[str], present: Iterable[str]) -> None:
+    """Checks the names of engines before `Driver.load` changes anything.
+
+    Args:
+        engines: names of engine states to load.
+        present: names of the engines of the run.
+
+    Raises:
+        StateError: the run has no engine of one of the names.
+    """
+    known = list(present)
+    for name in engines:
+        if name not in known:
+            raise StateError(
+                f"this run has no engine named {name!r}, its engines are {', '.join(known)}: "
+                "pass the healing state of a run with the same optimizers"
+            )

@@ -15,14 +15,11 @@ from healcore.runtime.data.loaders import Loader
 from healcore.runtime.data.scan_blocks import ScanBlocks
 from healcore.runtime.driver_choice import trainer_limit
 from healcore.runtime.faults.microbatches import Microbatch
-from healcore.runtime.faults.retry import Retries
-from healcore.runtime.healer_error import HealerError, check_framework
 from healcore.runtime.healer_options import AttachOptions, Options
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.reporting.trackers import TrackersLike, select
 from healcore.runtime.run.batches.batch_loop import BatchLoop, loop_over_blocks
 from healcore.runtime.run.batches.number_loops import loop_over_epochs, loop_over_steps
-from healcore.runtime.run.call_retries import retries_of
 from healcore.runtime.run.ending.end import EndedBy, RunEnd, end_run
 from healcore.runtime.run.run import Run
 from healcore.runtime.run.start import open_run
@@ -41,6 +38,50 @@ from healcore.runtime.store.places import Places, checked_places
 
 State = TypeVar("State")
 """The type of the state that the program has passed: a dictionary, or in JAX any pytree."""
+
+
+class HealerError(HealcoreError, RuntimeError):
+    """A method was called outside the Healer's block, or for the other framework.
+
+    The message says what to call instead, such as `tx.update(..., value=loss)` in JAX.
+    """
+
+    __module__ = "healcore.errors"
+
+
+_LOSS_IN_JAX = (
+    "pass the loss to the optimizer, as in tx.update(grads, opt_state, params, value=loss), and "
+    "the new state to healer.update(state)"
+)
+_ADVICE = {
+    "healer.loss(batch)": _LOSS_IN_JAX,
+    "healer.observe(loss)": _LOSS_IN_JAX,
+    "healer.update(state)": (
+        "a step changes the state in place, so only call optimizer.step(), in a loop over "
+        "healer.batches or healer.steps, or before healer.after_step()"
+    ),
+    "healer.scan(...)": (
+        "no loop is compiled as a whole, so write `for step in healer.steps(n)` around the "
+        "training step"
+    ),
+}
+"""Method of the Healer for one framework -> what to write in the other one."""
+
+
+def _check_framework(wanted: str, method: str, framework: str) -> None:
+    """Raises HealerError if a method is for another framework than that of the Healer's state.
+
+    Args:
+        wanted: the framework of the method, "torch" or "JAX".
+        method: the method, a key of `_ADVICE`.
+        framework: the framework of the state, as `Driver.framework` names it.
+    """
+    framework = framework.replace("jax", "JAX")
+    if framework != wanted:
+        raise HealerError(
+            f"{method} is for {wanted}, and the state of this Healer is of {framework}: "
+            f"{_ADVICE[method]}"
+        )
 
 
 class Healer(Generic[State]):
@@ -355,7 +396,7 @@ class Healer(Generic[State]):
         """
         return loop_over_epochs(self._live, total)
 
-    def steps(self, total: int, *, warmup: int | None = None) -> Iterator[int]:
+    def steps(self, total: int) -> Iterator[int]:
         """Yields the numbers of the steps, and does the work between two steps.
 
             for step in healer.steps(300):  # after a restart: from the step that is resumed
@@ -371,22 +412,17 @@ class Healer(Generic[State]):
 
         Args:
             total: number of optimizer steps of the whole run, including earlier processes.
-            warmup: iterations that may pass before the first step of this process, or None for as
-                many as `total`, and at least 1,000.
 
         Returns:
             An iterator over step numbers below `total`. It yields nothing if an earlier process has
             completed the run.
 
         Raises:
-            ValueError: `warmup` is not a whole number >= 0.
-            IncompleteRun: the warm-up took longer, or a run that trains took no step in 1,000
-                iterations in a row; a SystemExit of status 1.
+            IncompleteRun: no step in as many iterations in a row as `total`, and at least 1,000;
+                after the first step in 1,000 iterations; a SystemExit of status 1.
             RunStopped, Terminated, EndRequested: as in `batches`.
         """
-        if warmup is not None and (type(warmup) is not int or warmup < 0):
-            raise ValueError(f"warmup is a whole number of iterations >= 0, not {warmup!r}")
-        return loop_over_steps(self._live, total, warmup)
+        return loop_over_steps(self._live, total)
 
     def after_step(self, *, last: bool = False) -> bool:
         """Does the work between two steps in a loop without `batches`.
@@ -491,7 +527,7 @@ class Healer(Generic[State]):
             HealerError: the Healer has no `loss_fn`, or its state is of JAX; or as `observe`.
             IncompleteRun: as `observe`.
         """
-        check_framework("torch", "healer.loss(batch)", self._live.driver.framework)
+        _check_framework("torch", "healer.loss(batch)", self._live.driver.framework)
         loss_fn = self._options.loss_fn
         if loss_fn is None:
             raise HealerError(
@@ -533,7 +569,7 @@ class Healer(Generic[State]):
             run.monitor.metrics.eval_loss = float(eval_loss)
         if loss is None:
             return
-        check_framework("torch", "healer.observe(loss)", run.driver.framework)
+        _check_framework("torch", "healer.observe(loss)", run.driver.framework)
         run.loop.check_own_count()
         weight = 1.0
         if run.out_of_memory.part is not None:
@@ -566,7 +602,7 @@ class Healer(Generic[State]):
             RunStopped, Terminated, EndRequested: as in `batches`.
         """
         run = self._live
-        check_framework("JAX", "healer.update(state)", run.driver.framework)
+        _check_framework("JAX", "healer.update(state)", run.driver.framework)
         if batch is not None:
             run.step_batches.add_observed(batch, 1.0)
         run.loop.update(partial(run.driver.update, state))
@@ -624,7 +660,7 @@ class Healer(Generic[State]):
         """
         blocks = ScanBlocks(steps, every)
         run = self._live
-        check_framework("JAX", "healer.scan(...)", run.driver.framework)
+        _check_framework("JAX", "healer.scan(...)", run.driver.framework)
         if run.driver.state_is_in_place:
             raise HealerError(
                 "healer.scan takes a pytree as state, and this Healer's state is of nnx objects, "
@@ -732,10 +768,6 @@ class Healer(Generic[State]):
                 error, and to say what holds most of the memory now.
         """
         return HealingReport.of(self._run, self._run_end, memory=memory)
-
-    def _retries(self, name: str) -> Retries:
-        """The attempts at one call, for `healcore.retrying`."""
-        return retries_of(self._live, name)
 
     @property
     def _run(self) -> Run:

@@ -98,9 +98,6 @@ class Options:
     """Path of the file that asks the run to end, or None."""
 
     def __post_init__(self) -> None:
-        if self.loss_fn is not None and not callable(self.loss_fn):
-            given = type(self.loss_fn).__name__
-            raise ValueError(f"loss_fn is a function of a batch, or None, not {given}")
         cost: Any = self.loss_fn_cost
         if not (isinstance(cost, int | float) and 0 < cost < math.inf):
             raise ValueError(
@@ -111,12 +108,3 @@ class Options:
         if self.resume not in (True, False, "auto"):
             raise ValueError(f'resume is "auto", True or False, not {self.resume!r}')
         check_path("stop_file", self.stop_file)
-        groups: tuple[tuple[Any, type], ...] = (
-            (self.checkpoints, Checkpoints),
-            (self.logging, Logging),
-            (self.hooks, Hooks),
-        )
-        for group, kind in groups:
-            if not isinstance(group, kind):
-                name = kind.__name__
-                raise ValueError(f"{name.lower()} is a healcore.{name}(...), not {group!r}")

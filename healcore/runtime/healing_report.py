@@ -24,7 +24,7 @@ from healcore.runtime.reporting.run_outcome import RunOutcome
 from healcore.runtime.run.ending.end import RunEnd
 from healcore.runtime.run.ending.exits import RunStopped
 from healcore.runtime.run.ledger import IncidentRecord
-from healcore.runtime.run.memory_profile import memory_text
+from healcore.runtime.run.out_of_memory import memory_text
 from healcore.runtime.run.run import Run
 from healcore.runtime.run.trouble import RollbackRecord
 
@@ -144,7 +144,7 @@ class HealingReport:
             diagnosis=diagnosis,
             advice=hints,
             unrepaired=outcome.unrepaired,
-            memory=memory_text(run.driver, run.log) if memory else "",
+            memory=memory_text(run) if memory else "",
         )
 
     def to_dict(self) -> dict[str, Any]:

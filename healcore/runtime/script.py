@@ -31,7 +31,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar, Unpack
 
@@ -138,9 +137,9 @@ class ScriptHealer(Healer[State]):
         """See `Healer.epochs`."""
         return self._until_end(super().epochs(total))
 
-    def steps(self, total: int, *, warmup: int | None = None) -> Iterator[int]:
+    def steps(self, total: int) -> Iterator[int]:
         """See `Healer.steps`."""
-        return self._until_end(super().steps(total, warmup=warmup))
+        return self._until_end(super().steps(total))
 
     def after_step(self, *, last: bool = False) -> bool:
         """See `Healer.after_step`."""
@@ -248,13 +247,6 @@ def _is_over(started: _Started, before: ScriptHealer[Any]) -> bool:
     if healer is None:
         return started.run.ranks.world == 1
     if hasattr(sys, "ps1") or (before.store is not None and before.store == healer.store):
-        return True
-    root, place = started.run.store.root, before.store
-    if (
-        root is not None
-        and isinstance(place, (str, Path))
-        and Path(place).resolve() == root.resolve()
-    ):
         return True
     return _has_ended_loop(started.run) and before.shares_state(healer)
 

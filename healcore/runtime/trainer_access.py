@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from healcore.runtime.data import BatchId
 from healcore.runtime.data.source import SourceCursor
 from healcore.runtime.data.sources import Sources
-from healcore.runtime.driver import Driver
+from healcore.runtime.driver import WEIGHTS, Driver
 from healcore.runtime.faults.microbatches import Count, Microbatch
-from healcore.runtime.program_settings import WEIGHTS
 from healcore.runtime.run.batches.batch_loop import BatchLoop
 from healcore.runtime.run.run import Run
 
@@ -251,7 +250,7 @@ class TrainerAccess:
             RunStopped: a single sample does not fit, or the budget is exhausted.
         """
         run = self._run
-        run.batch_parts.split_as(to_split, to_inputs)
+        run.batch_parts.to_split, run.batch_parts.to_evaluate_from = to_split, to_inputs
         return run.out_of_memory.parts(
             to_split(inputs), count=count, split_obstacle=split_obstacle, last_resort=last_resort
         )

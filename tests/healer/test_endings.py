@@ -20,7 +20,6 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from healcore import Healer, Keep
 from healcore.errors import IncompleteRun
 from healcore.policy import load
-from healcore.runtime.run.ending import requests
 from healcore.runtime.run.ending.exits import RunStopped, Terminated
 from tests import forked_programs
 from tests.healer.run_directory import events, new_process, postmortems
@@ -85,14 +84,11 @@ def test_sigterm_finishes_the_step_saves_and_ends_with_the_signals_status(asked,
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["itself", "wrapped"])
-def test_a_run_saves_after_a_signal_although_an_abandoned_run_has_had_one(
-    wrapped, tmp_path, monkeypatch
-):
+def test_a_run_saves_after_a_signal_although_an_abandoned_run_has_had_one(wrapped, tmp_path):
     """A notebook may leave a run open. It gets the signals too, and must not end the process.
 
     Lightning wraps the handler that it finds.
     """
-    monkeypatch.setattr(requests, "REPEATED_S", -1.0)  # no signal is a repetition
     with suppress(IncompleteRun, Terminated), Healer(state=loop_of("torch").state):
         of_abandoned: Any = signal.getsignal(signal.SIGTERM)
         if wrapped:

@@ -20,7 +20,6 @@ from healcore import Healer, retrying
 from healcore.core.decision import Cause
 from healcore.errors import Terminated
 from healcore.policy import load
-from healcore.runtime.faults.array_errors import DONATED, SHAPES
 from healcore.runtime.faults.failures import FAILURES
 from tests.healer.run_directory import events, postmortems
 from tests.healer.training_loops import (
@@ -165,23 +164,7 @@ def test_a_checkpoint_before_an_exception_within_the_step_ends_the_run(framework
     assert after.faults.order == [7, 8, 9, 10, 11]
 
 
-@BOTH_FRAMEWORKS
-def test_shapes_that_do_not_fit_end_the_run_with_a_hint_and_a_checkpoint(framework, tmp_path):
-    """A rule for unknown errors saves, as for other errors of a program; no batch is skipped."""
-    policy = with_answers()
-    loop = loop_of(framework, policy=policy)
-    wrong = at(7, lambda _: torch.ones(3) + torch.ones(4))
-    with pytest.raises(RuntimeError, match="size of tensor"):
-        train(loop, policy, range(12), store=tmp_path, before=wrong)
-    (fault,) = events(tmp_path, "fault")
-    assert (fault["cause"], fault["answer"]) == (["DATA"], "save")
-    assert fault["diagnosis"] == SHAPES
-    (found,) = postmortems(tmp_path)
-    assert SHAPES in " ".join(found["diagnosis"].split())
-    assert FAILURES[Cause.DATA].diagnosis not in " ".join(found["diagnosis"].split())
-
-
-def test_the_line_about_an_exception_has_its_first_line_and_no_hint_about_frames(tmp_path, capsys):
+def test_the_line_about_an_exception_has_its_first_line(tmp_path, capsys):
     """Python prints the whole text below the line, with the traceback."""
 
     def fail(_: Any) -> None:
@@ -198,18 +181,8 @@ def test_the_line_about_an_exception_has_its_first_line_and_no_hint_about_frames
     log = capsys.readouterr().err
     assert "step 7: the program raised TypeError: dot_general requires" in log
     assert "further lines" not in log
-    assert "got (1,) and (2,). Shapes do not fit" in log
     (fault,) = events(tmp_path, "fault")
     assert fault["problem"].endswith("further lines")
-
-
-def test_a_state_that_was_donated_and_not_updated_is_named(tmp_path, capsys):
-    """As if the program had forgotten `healer.update`."""
-    step = jax.jit(lambda state: jax.tree.map(lambda x: x + 0, state), donate_argnums=0)
-    forgets = at(7, lambda healer: step(healer.state))
-    with pytest.raises((ValueError, RuntimeError)):
-        train(loop_of("jax", policy=rules()), rules(), range(12), store=tmp_path, before=forgets)
-    assert f". {DONATED}" in capsys.readouterr().err
 
 
 class Breaking(torch.optim.SGD):
@@ -296,7 +269,7 @@ def test_the_call_is_repeated_and_not_the_run(framework, tmp_path, capsys):
     assert_on_the_page(Cause.NETWORK, capsys.readouterr().err, tmp_path)
 
 
-def test_a_long_error_and_its_advice_are_printed_once(tmp_path, capsys):
+def test_the_advice_about_an_error_is_printed_once(tmp_path, capsys):
     """Up to the exception of the loop, which a program may catch."""
     policy = load("default", retry={**QUICK, "attempts": 3})
     text = "https://huggingface.co/" + "x" * 250
@@ -311,8 +284,8 @@ def test_a_long_error_and_its_advice_are_printed_once(tmp_path, capsys):
         line for line in capsys.readouterr().err.splitlines() if ": step 7: " in line
     ]
     assert text in failed
-    assert ("attempt 2" in again, again.endswith(": the same error")) == (True, True)
-    assert ("attempt 3), gives up: the same error" in given_up, text in given_up) == (True, False)
+    assert "attempt 2" in again
+    assert "attempt 3), gives up: ConnectionResetError" in given_up
     (raised,) = rest
     assert "the program raised ConnectionResetError" in raised
     advice = FAILURES[Cause.NETWORK].diagnosis

@@ -376,7 +376,7 @@ def test_a_function_that_never_connects_raises_its_own_error(tmp_path):
 
 def cursor_over(loader: Any) -> Cursor:
     policy = HostPolicy.of(healcore.policy.load("default", **QUICK))
-    retries = Retries("reading a batch", policy, lambda attempt: None, lambda seconds: None)
+    retries = Retries("reading a batch", policy)
     return Cursor(loader, epochs=1, retries=retries)
 
 

@@ -109,35 +109,6 @@ def test_a_policy_that_does_not_answer(policy, note):
     assert memory.failures == 1
 
 
-@pytest.mark.parametrize(
-    ("policy", "named"),
-    [("default", True), ("observe", False), ("zclip", False)],
-)
-def test_a_plain_loop_that_runs_out_of_memory_is_told_of_microbatches(policy, named, tmp_path):
-    model = nn.Linear(2, 1)
-    error = torch.OutOfMemoryError("CUDA out of memory")
-    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
-
-    def train_plainly() -> None:
-        with healcore.Healer(policy, state=state, store=tmp_path) as healer:
-            for _ in healer.batches([torch.ones(8, 2)]):
-                raise error
-
-    with pytest.raises(torch.OutOfMemoryError):
-        train_plainly()
-    (fault,) = events(tmp_path, "fault")
-    advice = "for part in healer.microbatches(batch)"
-    assert (advice in fault["problem"]) == named
-    (found,) = postmortems(tmp_path)
-    assert (advice in " ".join(found["diagnosis"].split())) == named
-
-
-def test_a_loop_with_microbatches_is_not_told_of_them(tmp_path):
-    with pytest.raises(healcore.RunStopped):
-        train(1, Memory(fits=0), store=tmp_path)
-    assert "for part in healer" not in events(tmp_path, "fault")[-1]["problem"]
-
-
 def test_gradients_from_elsewhere_are_not_lost():
     """A backward pass outside of the parts cannot be done again."""
     model = nn.Linear(2, 1)

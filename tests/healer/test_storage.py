@@ -21,7 +21,7 @@ from healcore.errors import StateMismatch
 from healcore.jax import protect
 from healcore.runtime.run.checkpoints import schedule
 from healcore.runtime.run.ending.exits import LastStateNotSaved
-from healcore.runtime.run.start_plan import StoreNotEmpty
+from healcore.runtime.run.start import StoreNotEmpty
 from healcore.runtime.store.checkpoints import NoGoodCheckpoint
 from healcore.runtime.store.manifest import step_of
 from healcore.torch.store import DCPStore
@@ -245,7 +245,7 @@ def test_damaged_checkpoints_are_named_and_the_newest_intact_one_is_used(killed,
     assert loop.faults.order[0] == 10
     assert sorted(event["step"] for event in events(tmp_path, "damaged")) == [15, 20]
     (line,) = [r.getMessage() for r in caplog.records if "cannot be used" in r.getMessage()]
-    assert "resumes at step 10: 10 steps are lost up to checkpoint 20" in line
+    assert "begins at step 10: 10 steps are lost up to checkpoint 20" in line
     assert line.count("damaged") == 2
 
 
@@ -269,8 +269,8 @@ def test_a_newest_checkpoint_that_was_deleted_by_hand_is_named(more, killed, tmp
     resumed = 15 - 5 * more
     first, (line,) = starts_with_lines(caplog, tmp_path)
     assert first == resumed
-    assert line.startswith("checkpoint 20, the newest of the run, is missing")
-    assert f"This start begins at step {resumed}: {20 - resumed} steps are lost" in line
+    assert f"this start begins at step {resumed}: {20 - resumed} steps are lost" in line
+    assert "20 (missing" in line
     assert starts_with_lines(caplog, tmp_path) == (40, []), "the run has passed it"
 
 
@@ -280,7 +280,7 @@ def test_a_deleted_end_of_a_completed_run_is_named(tmp_path, caplog):
     shutil.rmtree(sorted(tmp_path.glob("step-*"))[-1])
     first, (line,) = starts_with_lines(caplog, tmp_path)
     assert first == 35
-    assert "checkpoint 40" in line
+    assert "40 (missing" in line
     assert "begins at step 35: 5 steps are lost" in line
 
 
@@ -291,7 +291,7 @@ def test_a_run_whose_checkpoints_were_all_deleted_says_that_it_begins_again(
         shutil.rmtree(each)
     first, (line,) = starts_with_lines(caplog, tmp_path)
     assert first == 0
-    assert "checkpoint 20" in line
+    assert "20 (missing" in line
     assert "begins at step 0: 20 steps are lost" in line
     assert starts_with_lines(caplog, tmp_path) == (40, [])
 

@@ -52,9 +52,8 @@ from healcore.jax.optax_states import injected_rates, moments_obstacle
 from healcore.jax.optax_states import reset_moments as reset_moments_of
 from healcore.jax.trees import PyTree, nodes
 from healcore.policy import PolicyLike, engine_of
-from healcore.runtime.driver import Engines, NumberRange
+from healcore.runtime.driver import STEPPED, WEIGHTS, Engines, NumberRange, json_setting
 from healcore.runtime.faults.microbatches import Gradients
-from healcore.runtime.program_settings import STEPPED, WEIGHTS, json_setting
 from healcore.runtime.store.checkpoints import IN_MEMORY, StateMismatch
 from healcore.runtime.store.ranks import Alone, Ranks
 from healcore.runtime.store.store import CheckpointStore

@@ -41,8 +41,7 @@ from healcore.jax.heal_state import HealState, HealStateError, ProtectState, Sca
 from healcore.jax.opt_state import without_heal_state
 from healcore.jax.optax_states import check_second_iterates
 from healcore.jax.trees import Leaf, Path, PyTree, map_nodes, node_at, nodes
-from healcore.runtime.driver import Driver, WeightsChanged
-from healcore.runtime.engine_names import check_engines
+from healcore.runtime.driver import Driver, WeightsChanged, check_engines
 from healcore.runtime.run.witness.loss_function import NotComparable
 
 _MASKS = (optax.MaskedState, optax.transforms.PartitionState)

@@ -12,9 +12,7 @@ from torch.optim import Optimizer
 
 from healcore.core.errors import AttachError
 from healcore.policy import PolicyLike, engine_of
-from healcore.runtime.driver import Driver, Engines, NumberRange
-from healcore.runtime.engine_names import check_engines
-from healcore.runtime.program_settings import STEPPED, WEIGHTS
+from healcore.runtime.driver import STEPPED, WEIGHTS, Driver, Engines, NumberRange, check_engines
 from healcore.runtime.store.checkpoints import BUFFERS_ITEM, IN_MEMORY
 from healcore.runtime.store.ranks import Alone, Ranks
 from healcore.runtime.store.store import CheckpointStore

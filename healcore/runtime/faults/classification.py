@@ -3,12 +3,10 @@
     the type              builtins.MemoryError, httpx.TransportError, ...          _TYPES
     a code                HTTP status, errno, the status codes of XLA and NCCL     _ERRNO, _MESSAGES
     its cause             the same for the exception that caused it                _chain_of
-    shapes, indices, ...  messages of operations on arrays                         array_errors
 
 The first line that knows the exception decides. Types are named, not imported, because healcore
 imports neither a framework nor an HTTP client. A message is read only for types with a code at a
-fixed place in it. Prose is never searched, except the messages of operations on arrays, which have
-no types and no codes.
+fixed place in it. Prose is never searched.
 """
 
 from __future__ import annotations
@@ -17,11 +15,10 @@ import errno
 import re
 import sys
 import traceback
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from healcore.core.decision import Cause
-from healcore.runtime.faults.array_errors import DONATED, hint_about
 from healcore.runtime.faults.failures import FAILURES, Failure
 
 
@@ -43,14 +40,11 @@ class Fault(NamedTuple):
     """Whether the same call may succeed if it is repeated; True only for NETWORK."""
     retry_after_s: float | None = None
     """Seconds that the server asks to wait, or None if it names no time."""
-    hint: str = ""
-    """What to check if shapes or indices do not fit or a donated array was read, or an empty
-    string."""
 
     @property
     def advice(self) -> str:
-        """What a person should check: the hint, or else the diagnosis of the cause."""
-        return self.hint or self.failure.diagnosis
+        """What a person should check."""
+        return self.failure.diagnosis
 
     @property
     def failure(self) -> Failure:
@@ -164,19 +158,15 @@ _MESSAGES: dict[str, tuple[tuple[str, str, Fault], ...]] = {
 }
 """Type -> (beginning of a message, sign, kind)."""
 
-_BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-"""Parts of messages of gloo and the operating system."""
-
-_IN_WORKER = re.compile(r"Caught \w+ in .+\.\nOriginal (Traceback \(most recent call last\):\n)")
+_IN_WORKER = re.compile(r"Caught \w+ in .+\.\nOriginal Traceback \(most recent call last\):\n")
 """Beginning of the message of an exception that a DataLoader has passed on from a worker."""
+_RAISED = re.compile(r"^  .*\n([\w.]+)(?:: (.*))?$", re.MULTILINE)
+"""An exception in a printed traceback: the first line after the indented lines of the frames."""
 _STATUS = re.compile(
     r"HTTP Error (\d{3}):|(\d{3}) (?:Server|Client) Error|(?:Server|Client) error '(\d{3}) "
     r"|(\d{3}), message="
 )
 """Beginning of the messages of urllib, requests (and huggingface_hub), httpx and aiohttp."""
-
-_HTTP_TRANSIENT = frozenset({408, 425, 429})
-_HTTP_PERMANENT = frozenset({501, 505})  # all other 5xx are transient
 
 
 def classify(error: BaseException) -> Fault:
@@ -190,8 +180,6 @@ def classify(error: BaseException) -> Fault:
 
     The type decides first, then codes: HTTP status, errno, the status codes of XLA, and torch's
     fixed beginnings of a message. If these say nothing, the exception that caused it is classified.
-    Last come shapes and indices that do not fit, and arrays that JAX has donated
-    (`healcore.runtime.faults.array_errors`).
 
     Args:
         error: any exception.
@@ -205,13 +193,14 @@ def classify(error: BaseException) -> Fault:
         >>> classify(MemoryError()).cause.name
         'OOM'
     """
-    chain = list(_chain_of(error))
-    for find in (_own_fault, _array_fault):
-        for exception in chain:
-            fault = find(exception)
-            if fault is not None:
-                return fault
-    return Fault(Cause.UNKNOWN, _name(type(error)).removeprefix("builtins."))
+    for exception in _chain_of(error):
+        try:
+            fault = _coded_fault(exception)
+        except Exception:  # attributes and text run code of the error's library
+            continue
+        if fault is not None:
+            return fault
+    return Fault(Cause.UNKNOWN, _names(type(error))[0].removeprefix("builtins."))
 
 
 def _chain_of(error: BaseException) -> Iterator[Exception]:
@@ -221,58 +210,26 @@ def _chain_of(error: BaseException) -> Iterator[Exception]:
         if not isinstance(current, Exception):
             break
         yield current
-        current = _cause_of(current)
+        # urllib and urllib3 keep the socket's error in `reason`.
+        cause = current.__cause__ or getattr(current, "reason", None)
+        if not isinstance(cause, BaseException):
+            cause = None
+            if not (current.__suppress_context__ or isinstance(current, _BUGS)):
+                cause = current.__context__
+        current = cause
 
 
-def _array_fault(error: BaseException) -> Fault | None:
-    """The fault of an operation on arrays, see `healcore.runtime.faults.array_errors`, or None."""
-    try:
-        sign, hint = hint_about(error)
-    except Exception:  # text runs code of the error's library
-        return None
-    if not hint:
-        return None
-    cause = Cause.DATA
-    if hint == DONATED:  # a mistake of the program, whatever its data is
-        cause = Cause.UNKNOWN
-    return Fault(cause, sign, hint=hint)
+def _coded_fault(error: BaseException) -> Fault | None:
+    """The fault by the type of the exception and by codes, or None."""
+    if isinstance(error, OSError | EOFError):
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if frame.f_globals.get("__name__") == "multiprocessing.resource_sharer":
+                return _WORKER._replace(sign="DataLoader worker")  # it passed its tensors
+    known = _http_fault(error) or _known_fault(_names(type(error)), str(error))
+    return known or _fault_in_worker(error)
 
 
-def _own_fault(error: BaseException) -> Fault | None:
-    """The fault by the exception's own type and codes, or None."""
-    try:
-        for find in (_broken_worker, _http_fault, _known_fault, _fault_in_worker):
-            fault = find(error)
-            if fault is not None:
-                return fault
-    except Exception:  # attributes and text run code of the error's library
-        return None
-    return None
-
-
-def _broken_worker(error: BaseException) -> Fault | None:
-    """The fault of a DataLoader's worker that was killed while it passed its tensors, or None."""
-    if not isinstance(error, OSError | EOFError):
-        return None
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_globals.get("__name__") == "multiprocessing.resource_sharer":
-            return Fault(Cause.WORKER, "DataLoader worker")
-    return None
-
-
-def _cause_of(error: BaseException) -> BaseException | None:
-    """The exception that caused another one, or None."""
-    if error.__cause__ is not None:
-        return error.__cause__
-    reason = getattr(error, "reason", None)  # urllib and urllib3 keep the socket's error there
-    if isinstance(reason, BaseException):
-        return reason
-    if error.__suppress_context__ or isinstance(error, _BUGS):
-        return None
-    return error.__context__
-
-
-def _http_fault(error: BaseException) -> Fault | None:
+def _http_fault(error: Any) -> Fault | None:
     """The fault of an exception with an HTTP error status, or None.
 
     Clients store the status in different places: requests, httpx and huggingface_hub (and SDKs
@@ -286,125 +243,68 @@ def _http_fault(error: BaseException) -> Fault | None:
         if headers is None or not hasattr(headers, "get"):
             return None
         status = getattr(error, "status", None) or getattr(error, "code", None)
-    if isinstance(status, bool) or not isinstance(status, int) or not 400 <= status <= 599:
+    if not isinstance(status, int):
         return None
-    transient = _is_transient(status)
+    return _status_fault(int(status), headers)
+
+
+def _status_fault(status: int, headers: Any = None) -> Fault | None:
+    """The fault of an HTTP status, or None if the status is no error."""
+    if not 400 <= status <= 599:
+        return None
+    transient = status in (408, 425, 429) or (status >= 500 and status not in (501, 505))
     wait_s = None
     if transient and headers:
         text = str(headers.get("Retry-After") or "").strip()
         if re.fullmatch(r"\d{1,9}", text, re.ASCII):  # RFC 9110; the other form is a date
             wait_s = float(text)
-    return Fault(Cause.NETWORK, f"HTTP {int(status)}", transient, wait_s)
+    return Fault(Cause.NETWORK, f"HTTP {status}", transient, wait_s)
 
 
-def _is_transient(status: int) -> bool:
-    """Whether a call with this HTTP status may succeed if it is repeated."""
-    return status in _HTTP_TRANSIENT or (status >= 500 and status not in _HTTP_PERMANENT)
+def _known_fault(names: Sequence[str], text: str) -> Fault | None:
+    """The fault by the nearest known base class, or None.
+
+    Args:
+        names: the class and its bases, nearest first.
+        text: the message.
+    """
+    for name in names:
+        if name in _TYPES:
+            return _TYPES[name]._replace(sign=name.removeprefix("builtins."))
+        number = re.match(r"\[Errno (\d{1,4})\]", text)
+        if name == "builtins.OSError" and number is not None:
+            kind = _ERRNO.get(int(number[1]))
+            if kind is not None:
+                return kind._replace(sign=f"errno {errno.errorcode[int(number[1])]}")
+        for pattern, sign, kind in _MESSAGES.get(name, ()):
+            if re.match(pattern, text[:2000]):
+                return kind._replace(sign=sign)
+    return None
 
 
 def _fault_in_worker(error: BaseException) -> Fault | None:
-    """The fault of an exception in a DataLoader's worker, by its traceback, or None.
+    """The fault of an exception in a DataLoader's worker, by its printed traceback, or None.
 
     torch raises an exception of the same type with the worker's traceback as its text. The status
     of a server, the errno and the exception that caused it are in this text only. A permanent
     failure in the network, such as a dead link, concerns one row only. So it stays unknown, and the
     row counts as unreadable.
     """
-    printed = _traceback_of_worker(error)
-    if printed is None:
+    text = str(error.args[0]) if error.args else ""
+    if not _IN_WORKER.match(text):
         return None
-    bugs = [bug.__name__ for bug in _BUGS]
-    for name, text, has_direct_cause in reversed(_raised_in(printed)):
-        fault = _fault_by_text(name, text)
+    for name, message in reversed(_RAISED.findall(text)):
+        status = _STATUS.match(message)
+        if status is not None and re.search("HTTP|ClientResponse", name):
+            fault = _status_fault(int("".join(filter(None, status.groups()))))
+        else:
+            module, _, qualified = name.rpartition(".")
+            cls = getattr(sys.modules.get(module or "builtins"), qualified, None)
+            fault = _known_fault(_names(cls) if isinstance(cls, type) else [name], message)
         if fault is not None:
-            if fault.cause is Cause.NETWORK and not fault.transient:
-                return None
-            return fault
-        if name in bugs and not has_direct_cause:
-            return None
-    return None
-
-
-def _traceback_of_worker(error: BaseException) -> str | None:
-    """The traceback that a DataLoader's worker has printed into an exception, or None."""
-    texts = [str(error)]
-    for argument in error.args:  # `str` of a KeyError escapes its lines
-        if isinstance(argument, str):
-            texts.append(argument)
-    for text in texts:
-        found = _IN_WORKER.match(text)
-        if found is not None:
-            return text[found.start(1) :]
-    return None
-
-
-def _raised_in(printed: str) -> list[tuple[str, str, bool]]:
-    """The exceptions of a printed traceback, in their order: (type, message, has_direct_cause).
-
-    `has_direct_cause` is whether the exception before is its direct cause (`raise ... from`).
-    """
-    exceptions: list[tuple[str, str, bool]] = []
-    within_frames = False
-    has_direct_cause = False
-    for line in printed.splitlines():
-        if within_frames and line[:1].strip():  # the first line after the indented lines of frames
-            name, _, text = line.partition(": ")
-            exceptions.append((name, text, has_direct_cause))
-        if line.startswith("The above exception"):
-            has_direct_cause = True
-        elif line.startswith("During handling"):
-            has_direct_cause = False
-        within_frames = line.startswith("  ")
-    return exceptions
-
-
-def _fault_by_text(name: str, text: str) -> Fault | None:
-    """The fault of an exception whose type and message were printed, or None."""
-    status_text = _STATUS.match(text)
-    if status_text is not None and re.search("HTTP|ClientResponse", name):
-        # The group of the alternative that has matched.
-        (digits,) = filter(None, status_text.groups())
-        status = int(digits)
-        return Fault(Cause.NETWORK, f"HTTP {status}", _is_transient(status))
-    module, _, qualified = name.rpartition(".")
-    cls = getattr(sys.modules.get(module or "builtins"), qualified, None)
-    base_names = [name]
-    if isinstance(cls, type):
-        base_names = [_name(base) for base in cls.__mro__]
-    for base_name in base_names:
-        kind = _TYPES.get(base_name)
-        if kind is not None:
-            return kind._replace(sign=base_name.removeprefix("builtins."))
-    errno_text = re.match(r"\[Errno (\d{1,4})\]", text)
-    if errno_text is not None and "builtins.OSError" in base_names:
-        return _errno_fault(int(errno_text[1]))
-    return None
-
-
-def _errno_fault(number: int | None) -> Fault | None:
-    """The fault of a number of the operating system, or None."""
-    if number is None:
-        return None
-    kind = _ERRNO.get(number)
-    if kind is None:
-        return None
-    return kind._replace(sign=f"errno {errno.errorcode[number]}")
-
-
-def _known_fault(error: BaseException) -> Fault | None:
-    """The fault by the nearest known base class, or None."""
-    for cls in type(error).__mro__:
-        name = _name(cls)
-        kind = _TYPES.get(name)
-        if kind is not None:
-            return kind._replace(sign=name.removeprefix("builtins."))
-        if cls is OSError and isinstance(error, OSError):
-            fault = _errno_fault(error.errno)
-            if fault is not None:
-                return fault
-        for pattern, sign, kind in _MESSAGES.get(name, ()):
-            if re.match(pattern, str(error)[:2000]):
-                return kind._replace(sign=sign)
+            return None if fault.cause is Cause.NETWORK and not fault.transient else fault
+        if name in [each.__name__ for each in _BUGS]:
+            break
     return None
 
 
@@ -417,11 +317,13 @@ def is_broken_connection(error: BaseException | None) -> bool:
     Returns:
         True if another rank has most likely ended, so that its own report has the reason.
     """
-    if not isinstance(error, RuntimeError | ValueError):  # a ValueError in JAX
-        return False
-    return any(text in str(error) for text in _BROKEN)
+    broken = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    # JAX raises a ValueError.
+    return isinstance(error, RuntimeError | ValueError) and any(
+        each in str(error) for each in broken
+    )
 
 
-def _name(cls: type) -> str:
-    """Name of a class with its module, as in the tables."""
-    return f"{cls.__module__}.{cls.__qualname__}"
+def _names(cls: type) -> list[str]:
+    """Names of a class and of its bases with their modules, as in the tables, nearest first."""
+    return [f"{each.__module__}.{each.__qualname__}" for each in cls.__mro__]

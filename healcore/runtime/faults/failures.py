@@ -147,8 +147,8 @@ FAILURES: dict[Cause, Failure] = {
         "oom",
         Severity.ERROR,
         "Memory ran out. Use activation checkpointing, shorter sequences (check whether one "
-        "input was longer than the others), bf16, an 8-bit optimizer or offloading. A smaller "
-        "micro-batch helps only if it has more than one sample.",
+        "input was longer than the others), bf16, an 8-bit optimizer or offloading. A loop over "
+        "healer.microbatches(batch) repeats the step in parts of fewer samples.",
         (_TABLE,),
     ),
     Cause.DATA: Failure(

@@ -19,6 +19,7 @@ import inspect
 import traceback
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -153,14 +154,29 @@ def count_samples(batch: Any) -> int:
     Raises:
         UnsplittableBatch: the batch has no samples, or its arrays disagree on their number.
     """
-    leaves: list[_Leaf] = []
+    found: tuple[dict[str, int], ...] = ({}, {}, {})
 
-    def collect(leaf: _Leaf) -> Any:
-        leaves.append(leaf)
-        return leaf.value
+    def collect(path: str, value: Any, length: _Length) -> Any:
+        found[length.rank][path or "the batch"] = length.samples
+        return value
 
     _mapped(batch, "", collect)
-    return _samples(leaves, batch)
+    lengths = next(filter(None, found), None)
+    if lengths is None:
+        raise UnsplittableBatch(
+            "a batch is split along the first axis of its arrays, or is a list of samples; "
+            f"{batch!r:.80} of type {type(batch).__name__} has neither: pass arrays in "
+            "dictionaries, tuples, lists or dataclasses"
+        )
+    samples = _common(lengths.values())
+    if samples is None:
+        shown = ", ".join(f"{path} has {length}" for path, length in lengths.items())
+        raise UnsplittableBatch(
+            "a batch is split along the first axis of its arrays, which must be equally long, "
+            f"and here {shown}: use arrays of one length, and a first axis of length 1 for "
+            "arrays that belong to no sample"
+        )
+    return samples
 
 
 def split(batch: Any, parts: int) -> list[Any]:
@@ -187,9 +203,8 @@ def split(batch: Any, parts: int) -> list[Any]:
     samples = count_samples(batch)
     pieces = []
     for number in range(parts):
-        begin = samples * number // parts
-        end = samples * (number + 1) // parts
-        pieces.append(_cut(batch, slice(begin, end), samples))
+        part = slice(samples * number // parts, samples * (number + 1) // parts)
+        pieces.append(_mapped(batch, "", partial(_cut, part, samples)))
     return pieces
 
 
@@ -218,8 +233,7 @@ def part_weights(pieces: list[Any], count: Count) -> list[float]:
         counts = [float((piece[count] != _IGNORE_INDEX).sum()) for piece in pieces]
     if not sum(counts):
         counts = samples
-    total = sum(counts)
-    return [number / total for number in counts]
+    return [number / sum(counts) for number in counts]
 
 
 def clear_frames(error: BaseException) -> list[Any]:
@@ -254,122 +268,74 @@ def clear_frames(error: BaseException) -> list[Any]:
     return held
 
 
-class _Leaf(NamedTuple):
-    """An array or a list that may be divided."""
-
-    path: str
-    """Names and numbers that lead to the value in the batch, separated by dots."""
-    value: Any
-    """The array or list."""
-    rows: int | None
-    """Length of the first axis of the array, or of the arrays in a list, or None without one."""
-    entries: int | None
-    """Length of a list that may be a list of samples, or None for an array."""
+# -- structures of arrays -------------------------------------------------------------------------
 
 
-def _mapped(node: Any, path: str, change: Callable[[_Leaf], Any]) -> Any:
-    """The structure with each leaf replaced by `change(leaf)`."""
+class _Length(NamedTuple):
+    """The number of samples that an array or a list would have by itself."""
 
-    def child(name: Any, value: Any) -> Any:
-        inner_path = f"{path}.{name}" if path else str(name)
-        return _mapped(value, inner_path, change)
+    rank: int
+    """0 for an array, 1 for a list of samples, 2 for a list of arrays. The lowest rank decides."""
+    samples: int
 
-    if _is_array(node):
-        return change(_Leaf(path, node, node.shape[0], None))
-    if isinstance(node, list) or (type(node) is tuple and path):
-        leaf = _list_leaf(path, node)
-        if leaf is not None:
-            return change(leaf)
-    if isinstance(node, (list, tuple)):
-        inner = [child(i, value) for i, value in enumerate(node)]
+
+def _mapped(node: Any, path: str, change: Callable[[str, Any, _Length], Any]) -> Any:
+    """The structure with each array and list replaced by `change(path, value, length)`."""
+    length = _length_of(node, inner=bool(path))
+    if length is not None:
+        return change(path, node, length)
+    children = _children(node)
+    if children is None:
+        return node
+    for name, child in children.items():
+        children[name] = _mapped(child, f"{path}.{name}" if path else str(name), change)
+    if isinstance(node, list | tuple):
         if hasattr(node, "_fields"):  # the node is a named tuple
-            return type(node)(*inner)
-        return type(node)(inner)
+            return type(node)(*children.values())
+        return type(node)(children.values())
+    if isinstance(node, Mapping) and not isinstance(node, MutableMapping):
+        return type(node)(children)  # type: ignore[call-arg]
+    changed = copy.copy(node)  # keeps attributes of a subclass
+    for name, child in children.items():
+        if isinstance(node, Mapping):
+            changed[name] = child
+        else:
+            object.__setattr__(changed, name, child)
+    return changed
+
+
+def _children(node: Any) -> dict[Any, Any] | None:
+    """The values in a structure by their names or numbers, or None for another value."""
     if isinstance(node, Mapping):
-        entries: dict[Any, Any] = {}
-        for name, value in node.items():
-            entries[name] = child(name, value)
-        if not isinstance(node, MutableMapping):
-            return type(node)(entries)  # type: ignore[call-arg]
-        changed = copy.copy(node)  # keeps attributes of a subclass
-        for name, value in entries.items():
-            changed[name] = value
-        return changed
+        return dict(node)
+    if isinstance(node, list | tuple):
+        return dict(enumerate(node))
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        changed = copy.copy(node)
-        for field in dataclasses.fields(node):
-            object.__setattr__(changed, field.name, child(field.name, getattr(node, field.name)))
-        return changed
-    return node
-
-
-def _list_leaf(path: str, node: Any) -> _Leaf | None:
-    """A list or an inner tuple as a leaf, or None if it is a structure."""
-    if not node:
-        return None
-    if all(map(_is_array, node)):
-        return _Leaf(path, node, _common(array.shape[0] for array in node), len(node))
-    if all(map(_is_record, node)) or not _holds_array(node):
-        return _Leaf(path, node, None, len(node))
+        return {each.name: getattr(node, each.name) for each in dataclasses.fields(node)}
     return None
 
 
-def _is_record(node: object) -> bool:
-    """Whether an entry of a list is one sample with named or numbered values."""
-    return isinstance(node, (Mapping, tuple)) or dataclasses.is_dataclass(node)
+def _length_of(node: Any, *, inner: bool) -> _Length | None:
+    """The samples of an array or list, or None for a structure and for a value without samples."""
+    if _is_array(node):
+        return _Length(0, node.shape[0])
+    if not node or not (isinstance(node, list) or (type(node) is tuple and inner)):
+        return None
+    if all(map(_is_array, node)):
+        rows = _common(array.shape[0] for array in node)
+        return _Length(1, len(node)) if rows is None else _Length(2, rows)
+    are_records = all(not isinstance(each, list) and _children(each) is not None for each in node)
+    if are_records or not _holds_array(node):
+        return _Length(1, len(node))
+    return None
 
 
-def _samples(leaves: list[_Leaf], batch: Any) -> int:
-    """The number of samples by the arrays, else by the lists of samples, else by other lists."""
-    arrays = [leaf for leaf in leaves if leaf.entries is None]
-    lists = [leaf for leaf in leaves if leaf.rows is None]
-    others = [leaf for leaf in leaves if leaf.rows is not None]
-    for group in (arrays, lists, others):
-        samples = _common(map(_length_of, group))
-        if samples is not None:
-            return samples
-        if group:
-            lengths = []
-            for leaf in group:
-                lengths.append(f"{leaf.path or 'the batch'} has {_length_of(leaf)}")
-            shown = ", ".join(lengths)
-            raise UnsplittableBatch(
-                "a batch is split along the first axis of its arrays, which must be equally long, "
-                f"and here {shown}: use arrays of one length, and a first axis of length 1 for "
-                "arrays that belong to no sample"
-            )
-    raise UnsplittableBatch(
-        "a batch is split along the first axis of its arrays, or is a list of samples; "
-        f"{batch!r:.80} of type {type(batch).__name__} has neither: pass arrays in dictionaries, "
-        "tuples, lists or dataclasses"
-    )
-
-
-def _length_of(leaf: _Leaf) -> int:
-    """The number of samples that a leaf would have by itself."""
-    if leaf.rows is not None:
-        return leaf.rows
-    return leaf.entries or 0
-
-
-def _cut(batch: Any, part: slice, samples: int) -> Any:
-    """The samples of one part of a batch, in the structure of the batch."""
-
-    def cut_array(array: Any) -> Any:
-        if array.shape[0] != samples:  # one row, which serves all samples
-            return array
-        return array[part]
-
-    def cut_leaf(leaf: _Leaf) -> Any:
-        if leaf.entries is None:
-            return cut_array(leaf.value)
-        if leaf.rows == samples:  # a list of arrays, each with all samples
-            return type(leaf.value)(list(map(cut_array, leaf.value)))
-        if leaf.entries == samples:  # the leaf is a list of samples
-            return leaf.value[part]
-        return leaf.value
-
-    return _mapped(batch, "", cut_leaf)
+def _cut(part: slice, samples: int, path: str, value: Any, length: _Length) -> Any:
+    """The samples of one part of an array or list, or the whole of one that serves all samples."""
+    if length.rank == 2 and length.samples == samples:  # a list of arrays, each with all samples
+        return type(value)([_cut(part, samples, path, each, _Length(0, 0)) for each in value])
+    rows = value.shape[0] if length.rank == 0 else len(value)
+    return value[part] if rows == samples else value
 
 
 def _common(lengths: Iterable[int]) -> int | None:
@@ -389,10 +355,5 @@ def _is_array(node: object) -> bool:
 
 def _holds_array(node: object) -> bool:
     """Whether a value is an array, or a structure with an array in it."""
-    if isinstance(node, Mapping):
-        node = node.values()
-    elif dataclasses.is_dataclass(node):
-        node = [getattr(node, field.name) for field in dataclasses.fields(node)]
-    elif not isinstance(node, (list, tuple)):
-        return _is_array(node)
-    return any(map(_holds_array, node))
+    children = _children(node)
+    return _is_array(node) or (children is not None and any(map(_holds_array, children.values())))

@@ -1,4 +1,4 @@
-"""Repeats calls that fail in the network."""
+"""Repeats calls that fail in the network: a user's call, a read of a batch, a part of it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import functools
 import inspect
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
 from random import SystemRandom
-from typing import NamedTuple, ParamSpec, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from healcore import console
 from healcore.core.decision import Cause
 from healcore.policy import PolicyLike
-from healcore.policy.responses import Retry
 from healcore.runtime.faults.classification import Fault, classify
 from healcore.runtime.run_options import HostPolicy
+
+if TYPE_CHECKING:
+    from healcore.runtime.healer import Healer
+    from healcore.runtime.run.run import Run
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -25,26 +26,7 @@ _MAX_SERVER_WAIT_S = 3600.0  # a call is not repeated if a server asks for a lon
 _random = SystemRandom().random  # from 0 to 1, without changing the run's random state
 
 
-class CallAttempt(NamedTuple):
-    """One attempt at a call, for the log."""
-
-    line: str
-    """What happened, as a line of the log."""
-    number: int
-    """Number of the attempt, from 1."""
-    fault: Fault | None = None
-    """The classified exception, or None after a success."""
-    wait_s: float | None = None
-    """Seconds until the next attempt, or None for the last attempt."""
-
-
-class _OpenHealer(Protocol):
-    """An open `Healer`, whose class is in a higher layer."""
-
-    def _retries(self, name: str) -> Retries: ...
-
-
-def retrying(call: Callable[P, T], policy: PolicyLike | _OpenHealer = "default") -> Callable[P, T]:
+def retrying(call: Callable[P, T], policy: PolicyLike | Healer[Any] = "default") -> Callable[P, T]:
     """Wraps a function so that a call is repeated after a transient failure in the network.
 
         upload = healcore.retrying(api.upload_file)
@@ -74,14 +56,14 @@ def retrying(call: Callable[P, T], policy: PolicyLike | _OpenHealer = "default")
             f"{name} is a coroutine or a generator function, which fails only when it is "
             "awaited or iterated over: pass an ordinary function that does that"
         )
-    retries: Callable[[str], Retries] | None = getattr(policy, "_retries", None)
-    if retries is None:
-        host = HostPolicy.of(cast("PolicyLike", policy))
-        retries = partial(Retries, policy=host, report=_log, sleep=time.sleep)
+    given: Any = policy
+    is_healer = hasattr(type(given), "_live")
+    host = None if is_healer else HostPolicy.of(given)
 
     @functools.wraps(call)
     def again(*args: P.args, **kwargs: P.kwargs) -> T:
-        attempts = retries(name)
+        run: Any = given._live if is_healer else None
+        attempts = Retries(name, host or run.policy, run)
         while True:
             try:
                 result = call(*args, **kwargs)
@@ -95,33 +77,23 @@ def retrying(call: Callable[P, T], policy: PolicyLike | _OpenHealer = "default")
     return again
 
 
-def _log(attempt: CallAttempt) -> None:
-    """Prints an attempt to the console, for a call outside of a run."""
-    if attempt.fault is None:
-        console.info(attempt.line)
-    else:
-        console.warning(attempt.line)
-
-
-@dataclass
 class Retries:
     """The attempts at one call, which is repeated after a transient failure in the network.
 
     The caller makes the call itself, and asks after each failure whether to call again.
+
+    Args:
+        name: what the call does, for the log.
+        policy: its rule for `network` and its `[retry]` apply.
+        run: the run that logs each attempt, and whose signals end a wait; None outside of a run.
     """
 
-    name: str
-    """What the call does, for the log."""
-    policy: HostPolicy
-    """Its rule for `network` and its `[retry]` apply."""
-    report: Callable[[CallAttempt], object]
-    """Reports each failure, and the success after failures."""
-    sleep: Callable[[float], None]
-    """Waits a number of seconds. Its exceptions end the call."""
-    failed: int = field(default=0, init=False)
-    """Number of failures since the last success."""
-    last_text: str = field(default="", init=False)
-    """Text of the last failure, which is not repeated in the log."""
+    def __init__(self, name: str, policy: HostPolicy, run: Run | None = None) -> None:
+        self._name = name
+        self._policy = policy
+        self._run = run
+        self._failed = 0
+        """Number of failures since the last success."""
 
     def wait_after(self, error: BaseException) -> bool:
         """Reports a failed attempt, and waits if there is another attempt.
@@ -136,48 +108,51 @@ class Retries:
         fault = classify(error)
         if fault.cause is not Cause.NETWORK:
             return False
-        self.failed += 1
-        wait_s = self._wait_s(fault)
-        then = "gives up"
-        if wait_s is not None:
-            then = f"next attempt in {wait_s:.1f} s"
-        text = f"{type(error).__name__}: {error}"[:300]
-        shown = text
-        if text == self.last_text:  # the text of an HTTP client may have several lines
-            shown = "the same error"
-        self.last_text = text
-        line = f"{self.name} failed ({fault.sign}, attempt {self.failed}), {then}: {shown}"
-        self.report(CallAttempt(line, self.failed, fault, wait_s))
+        self._failed += 1
+        wait_s, run = self._wait_s(fault), self._run
+        then = "gives up" if wait_s is None else f"next attempt in {wait_s:.1f} s"
+        line = (
+            f"{self._name} failed ({fault.sign}, attempt {self._failed}), {then}: "
+            f"{type(error).__name__}: {error!s:.300}"
+        )
+        if run is None:
+            console.warning(line)
+        else:
+            answer = None if wait_s is None else "retry"
+            step, number = run.progress.step, self._failed
+            run.log.fault(step, fault, line, answer=answer, attempt=number, wait_s=wait_s)
         if wait_s is None:
             return False
-        self.sleep(wait_s)
+        if run is None:
+            time.sleep(wait_s)
+        else:
+            with run.hang_guard.excluding_wait():
+                run.end_requests.sleep(wait_s)
         return True
 
     def _wait_s(self, fault: Fault) -> float | None:
         """Seconds until the next attempt, or None if the last attempt has failed."""
-        rules = self.policy.retry
-        attempts = 1
-        if "retry" in self.policy.answers(Cause.NETWORK):
-            attempts = rules.attempts
+        rules = self._policy.retry
         asked = fault.retry_after_s or 0.0
-        if not fault.transient or asked > _MAX_SERVER_WAIT_S or self.failed >= attempts:
+        repeats = "retry" in self._policy.answers(Cause.NETWORK) and fault.transient
+        if not repeats or asked > _MAX_SERVER_WAIT_S or self._failed >= rules.attempts:
             return None
-        delay = _delay(rules, self.failed) * (1 - rules.jitter * _random())
+        try:
+            delay = rules.base_delay_s * rules.factor ** (self._failed - 1)
+        except OverflowError:
+            delay = rules.max_delay_s
+        delay = min(delay, rules.max_delay_s) * (1 - rules.jitter * _random())
         # A longer wait that the server asks for has priority, even beyond `max_delay_s`.
         return max(delay, asked)
 
     def report_success(self) -> None:
         """Reports a success, if failures came before it."""
-        if self.failed:
-            number = self.failed + 1
-            self.report(CallAttempt(f"{self.name} has succeeded at attempt {number}", number))
-        self.failed = 0
-        self.last_text = ""
-
-
-def _delay(rules: Retry, failed: int) -> float:
-    """Seconds to wait after a number of failures, before the random part is subtracted."""
-    try:
-        return min(rules.base_delay_s * rules.factor ** (failed - 1), rules.max_delay_s)
-    except OverflowError:
-        return rules.max_delay_s
+        number, self._failed = self._failed + 1, 0
+        if number == 1:
+            return
+        line = f"{self._name} has succeeded at attempt {number}"
+        if self._run is None:
+            console.info(line)
+        else:
+            self._run.log.event("retried", step=self._run.progress.step, attempt=number, why=line)
+            self._run.log.info(line)

@@ -175,11 +175,7 @@ def _hints(outcome: RunOutcome) -> list[str]:
     healthy = outcome.ending == Ending.COMPLETED and not outcome.open
     if healthy and not outcome.nonfinite_saves and not outcome.fault:
         return hints or advice(cause)
-    cause |= outcome.cause
-    if outcome.hint:  # about this exception; the advice is about all of the same cause
-        hints.append(outcome.hint)
-    else:
-        cause |= outcome.fault
+    cause |= outcome.cause | outcome.fault
     if last is not None and last.diagnosis:
         hints.append(last.diagnosis)
         cause &= ~Cause.NONFINITE_GRAD  # the gradients were finite

@@ -135,7 +135,7 @@ class RunLog:
         )
         if ends_run:
             # The advice about an unknown exception would be to read it.
-            has_advice = fault.cause != Cause.UNKNOWN or fault.hint
+            has_advice = fault.cause != Cause.UNKNOWN
             if has_advice and fault.advice not in self._advised:
                 self._advised.add(fault.advice)
                 line = f"{line.removesuffix('.')}. {fault.advice}"

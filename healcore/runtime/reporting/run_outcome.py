@@ -39,8 +39,6 @@ class RunOutcome(NamedTuple):
     """The exception in one line, or None without an exception."""
     fault: Cause = Cause(0)
     """Cause of the exception, or 0 without an exception."""
-    hint: str = ""
-    """`Fault.hint` of the exception."""
     open: bool | None = None
     """Whether the last incident was open or the last step unhealthy, or None if unknown."""
     lasting: Cause = Cause(0)

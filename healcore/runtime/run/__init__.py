@@ -3,10 +3,8 @@
 The docstring of `Loop._between_steps` has the order of the work between two steps.
 
     run              the parts, each by one name
-    start            opens a run
-    start_plan       may a start resume?
+    start            opens a run, and decides whether it resumes
     start_log        the events and lines of the start
-    construction     makes the parts of a run
     process_runs     the runs of this process, so that none is begun twice
     run_settings     the program's settings, compared with the settings at the first start
 
@@ -15,9 +13,7 @@ The docstring of `Loop._between_steps` has the order of the work between two ste
     program_watch    iterations without a step, changes of the model's structure: for `loop`
     progress         the number of steps
     dispatch_queue   records that are due
-    call_retries     repeats a call after a failure in the network
-    out_of_memory    repeats a step in smaller parts
-    memory_profile   what holds the memory after an out-of-memory error
+    out_of_memory    repeats a step in smaller parts, and says what holds the memory
 
     batches/         from a loader to the step that trains on a batch
     incidents/       records of steps: events, metrics and orders

@@ -33,51 +33,43 @@ class BatchParts:
     Attributes:
         count: what the loss of the newest batch averages over, see `Healer.microbatches`.
         obstacle: why the batches cannot be split, or an empty string.
+        to_split: makes of a batch of the `loss_fn` what is split and counted, for a trainer whose
+            batches have another order of rows.
+        to_evaluate_from: makes of a part of it a batch of the `loss_fn`.
     """
 
     def __init__(self, record: RunRecord) -> None:
         self._record = record
         self.count: Count = None
         self.obstacle = ""
-        self._to_split: Callable[[Any], Any] = lambda batch: batch
-        self._to_evaluate_from: Callable[[Any], Any] = lambda part: part
+        self.to_split: Callable[[Any], Any] = lambda batch: batch
+        self.to_evaluate_from: Callable[[Any], Any] = lambda part: part
 
-    def split_as(
-        self, to_split: Callable[[Any], Any], to_evaluate_from: Callable[[Any], Any]
-    ) -> None:
-        """Splits batches in another form, for a trainer whose batches have another order of rows.
+    def of_step(self, batch: Any, count: Count) -> WeightedParts:
+        """The parts in which a step trains on a batch, without parts of weight 0.
+
+        A part without tokens has a mean loss of NaN, and so is 0 times NaN.
 
         Args:
-            to_split: makes of a batch of the `loss_fn` what is split and counted.
-            to_evaluate_from: makes of a part of the result of `to_split` a batch of the `loss_fn`.
+            batch: a batch of the loop. A batch that cannot be split has one part.
+            count: see `Healer.microbatches`.
         """
-        self._to_split = to_split
-        self._to_evaluate_from = to_evaluate_from
+        return _weighted(batch, self.number(batch), count)
 
     def number(self, batch: Any) -> int:
         """The number of parts in which a step trains on a batch.
 
-        The number is a power of two, and 1 while memory suffices.
+        It is 1 while memory suffices, and otherwise the smallest power of two, or one part a
+        sample, with which no part exceeds the size that fits.
 
         Args:
-            batch: a batch of the loop. A batch that cannot be split has one part.
-
-        Returns:
-            The number of parts, >= 1.
+            batch: as for `of_step`.
         """
-        return self._number(batch, self._record.part_size.limit)
-
-    def gains_from(self, batch: Any, limit: int) -> bool:
-        """Whether a batch would have fewer parts if a part could have `limit` samples.
-
-        A trial of larger parts teaches nothing with a small batch, which fits into one part
-        already. `OutOfMemory` postpones the trial if no rank's batch gains from it.
-
-        Args:
-            batch: the first batch of the step that may try larger parts.
-            limit: largest number of samples in a part during the trial.
-        """
-        return self._number(batch, limit) < self.number(batch)
+        limit = self._record.part_size.limit
+        samples, parts = self._samples(batch), 1
+        while limit is not None and largest_part(samples, parts) > limit:
+            parts = min(2 * parts, samples)
+        return parts
 
     def to_evaluate(self, batch: Any, least: int) -> WeightedParts:
         """The parts in which the `loss_fn` evaluates a batch.
@@ -89,18 +81,12 @@ class BatchParts:
         Returns:
             The parts and their weights, which sum to 1; without parts of weight 0.
         """
-        form = self._to_split(batch)
+        form = self.to_split(batch)
         parts = self._number_to_evaluate(form, least)
         if parts == 1:
             return [(batch, 1.0)]
-        pieces = split(form, parts)
-        weights = part_weights(pieces, self.count)
-        # A part without tokens has a mean loss of NaN, and so is 0 times NaN.
-        weighted = []
-        for piece, weight in zip(pieces, weights, strict=True):
-            if weight:
-                weighted.append((self._to_evaluate_from(piece), weight))
-        return weighted
+        weighted = _weighted(form, parts, self.count)
+        return [(self.to_evaluate_from(piece), weight) for piece, weight in weighted]
 
     def divisible_parts(self, batch: Any, least: int) -> int:
         """The number of parts of `to_evaluate`, or 0 if they cannot be halved.
@@ -109,12 +95,11 @@ class BatchParts:
             batch: a batch of the `loss_fn`.
             least: see `to_evaluate`.
         """
-        form = self._to_split(batch)
+        form = self.to_split(batch)
         parts = self._number_to_evaluate(form, least)
         return parts if parts < self._samples(form) else 0
 
     def _number_to_evaluate(self, form: Any, least: int) -> int:
-        """At least the parts in which a step trains: a whole batch would run out of memory."""
         return max(self.number(form), min(least, self._samples(form)))
 
     def _samples(self, batch: Any) -> int:
@@ -124,14 +109,11 @@ class BatchParts:
         except UnsplittableBatch:
             return 1
 
-    def _number(self, batch: Any, limit: int | None) -> int:
-        """The smallest power of two, or one part a sample, with which no part exceeds a limit."""
-        if limit is None:
-            return 1
-        samples, parts = self._samples(batch), 1
-        while largest_part(samples, parts) > limit:
-            parts = min(2 * parts, samples)
-        return parts
+
+def _weighted(batch: Any, parts: int, count: Count) -> WeightedParts:
+    pieces = split(batch, parts)
+    pairs = zip(pieces, part_weights(pieces, count), strict=True)
+    return [(piece, weight) for piece, weight in pairs if weight]
 
 
 def largest_part(samples: int, parts: int) -> int:

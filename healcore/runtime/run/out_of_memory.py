@@ -13,11 +13,11 @@ A *window* is all batches since the last optimizer step, whose gradients add up:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from healcore.core.decision import Cause
+from healcore.events.log import process_path
 from healcore.runtime.faults.classification import Fault, classify
 from healcore.runtime.faults.microbatches import (
     Count,
@@ -26,18 +26,18 @@ from healcore.runtime.faults.microbatches import (
     UnsplittableBatch,
     clear_frames,
     count_samples,
-    part_weights,
-    split,
 )
+from healcore.runtime.faults.retry import Retries
 from healcore.runtime.run.batch_parts import largest_part
-from healcore.runtime.run.call_retries import retries_of
-from healcore.runtime.run.memory_profile import memory_text
+from healcore.runtime.store import files
 from healcore.runtime.store.ranks import RankFailed
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
 
 _NOT_TRIED = "healcore has not tried smaller parts of the batch"
+_MAX_PROFILE_BYTES = 16 << 20
+"""A larger profile is not written: a snapshot grows with the recorded history."""
 
 
 class _Overrun(NamedTuple):
@@ -55,26 +55,6 @@ class _Overrun(NamedTuple):
     """Reason why smaller parts are impossible, or an empty string."""
 
 
-@dataclass
-class _Window:
-    """The batches since the last optimizer step, and whether they can be repeated."""
-
-    split_obstacle: str = ""
-    """Reason why the run's batches cannot be split, or an empty string."""
-    owns_gradients: bool = True
-    """Whether all gradients come from the parts of this window. Otherwise gradients existed before
-    its first part, and a repeat would discard them."""
-    repeat_obstacle: str = ""
-    """Reason why the window cannot be repeated in smaller parts, or an empty string."""
-    batches: list[tuple[Any, Count]] = field(default_factory=list)
-    """The batches so far, with their `count`."""
-
-
-def _change_nothing() -> str:
-    """The last resort of a program that has none: no change, see `OutOfMemory.parts`."""
-    return ""
-
-
 class OutOfMemory:
     """Handles parts that run out of memory, by the policy. See `Healer.microbatches`.
 
@@ -90,20 +70,22 @@ class OutOfMemory:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self._answers = self.run.policy.answers(Cause.OOM)
-        self._retries = retries_of(run, "a part of healer.microbatches")
-        self._gradients = self.run.driver.window
-        self._last_resort: Callable[[], str] = _change_nothing
         self.part: Microbatch[Any] | None = None
-        self._window = _Window()
-        self._was_used = False
-        """Whether the loop has asked for the parts of a batch."""
+        self._answers = run.policy.answers(Cause.OOM)
+        self._retries = Retries("a part of healer.microbatches", run.policy, run)
+        self._gradients = run.driver.window
+        self._last_resort: Callable[[], str] = str
+        self._window: list[tuple[Any, Count]] = []
+        """The batches since the last optimizer step, with their `count`."""
+        self._has_others = False
+        """Whether gradients existed before the window, which a repeat would discard."""
+        self._obstacle = ""
+        """Reason why the window cannot be repeated in smaller parts, or an empty string."""
         self._held: list[Any] = []
         """Values of the failed part that variables of the loop refer to."""
-        self._joint = False
-        """Whether several ranks repeat windows together."""
-        self._joint_obstacle = ""
-        """Reason why several ranks cannot repeat a window, or an empty string."""
+        self._joins: str | None = None
+        """Reason why several ranks cannot repeat a window, empty if they repeat windows together,
+        or None for one rank, and before the first window."""
 
     def parts(
         self,
@@ -111,7 +93,7 @@ class OutOfMemory:
         *,
         count: Count = None,
         split_obstacle: str = "",
-        last_resort: Callable[[], str] = _change_nothing,
+        last_resort: Callable[[], str] = str,
     ) -> Iterator[Microbatch[Any]]:
         """Yields the parts of a batch; see `Healer.microbatches`.
 
@@ -132,18 +114,20 @@ class OutOfMemory:
             MicrobatchError: the loop has not entered a part.
             RunStopped: no smaller part fits, or the policy's budget is exhausted.
         """
-        self._was_used = True
         self._last_resort = last_resort
         self.run.batch_parts.count = count
         self.run.batch_parts.obstacle = split_obstacle
-        if self._begin(split_obstacle):
+        accumulates = self._gradients.is_accumulating()
+        if not (accumulates and self._window and not self._gradients.has_stepped()):
+            self._window, self._has_others = [], accumulates
+            self._gradients.begin_window()
+            self._obstacle = split_obstacle or self._find_obstacle()
             self._try_larger(batch)
-        batches = self._window.batches
-        batches.append((batch, count))
-        done = len(batches) - 1  # number of earlier batches of this window
+        self._window.append((batch, count))
+        done = len(self._window) - 1  # number of earlier batches of this window
         try:
             while True:
-                for part in self._split(batches[done:], first=not done):
+                for part in self._parts_of(self._window[done:], first=not done):
                     self.part = part
                     yield part
                     if not part.entered:
@@ -165,53 +149,6 @@ class OutOfMemory:
         finally:
             self.part = None
 
-    def advice(self) -> str:
-        """What a loop without `healer.microbatches` may write, or an empty string.
-
-        Empty also for a policy that would not repeat the step in smaller parts.
-        """
-        if self._was_used or self.run.policy.observes or "shrink_microbatch" not in self._answers:
-            return ""
-        return (
-            "If a batch has several samples, write `for part in healer.microbatches(batch)` around "
-            "the forward and the backward pass: healcore then repeats the step in smaller parts"
-        )
-
-    def _begin(self, split_obstacle: str) -> bool:
-        """Begins a new window, unless the current window still waits for its optimizer step.
-
-        Returns whether a window begins.
-        """
-        accumulating = self._gradients.is_accumulating()
-        if accumulating and self._window.batches and not self._gradients.has_stepped():
-            return False
-        self._window = _Window(split_obstacle, owns_gradients=not accumulating)
-        self._gradients.begin_window()
-        self._window.repeat_obstacle = split_obstacle or self._find_obstacle()
-        return True
-
-    def _try_larger(self, batch: Any) -> None:
-        """Begins the window with larger parts, if it is time to try them, see `PartSize`.
-
-        A try needs a window that can be repeated on every rank, and a first batch that is split
-        into fewer parts than before on some rank. The ranks decide together, because all of them
-        have the same size. They ask each other only when a try is due, which is the same step on
-        all ranks.
-        """
-        step, size = self.run.progress.step, self.run.record.part_size
-        larger = size.larger(step)
-        if larger is None:
-            return
-        vote = not self._window.repeat_obstacle, self.run.batch_parts.gains_from(batch, larger)
-        votes = [vote]
-        if self._joint:
-            votes = self.run.ranks.gather(vote)
-        if all(can for can, _ in votes) and any(gains for _, gains in votes):
-            size.grow(step, larger)
-            self.run.log.info(f"step {step}: tries up to {larger} samples at a time again")
-        else:
-            size.since = step  # a smaller batch, or one that cannot be repeated, teaches nothing
-
     def _find_obstacle(self) -> str:
         """Reason why this window cannot be repeated in smaller parts, or an empty string."""
         if self.run.policy.observes:
@@ -221,37 +158,50 @@ class OutOfMemory:
                 f"policy {self.run.policy.name} has no rule for out of memory: add "
                 'to = ["oom"], do = ["shrink_microbatch", "clear_cache"]'
             )
-        if self.run.ranks.world > 1 and not self._joint and not self._joint_obstacle:
-            obstacle = self._gradients.join_ranks(self.run.ranks)
-            self._joint = not obstacle
-            if obstacle:
-                advice = "use smaller batches, and accumulate the gradients of more batches"
-                self._joint_obstacle = f"{obstacle}; {advice}"
-        if self._joint_obstacle or self._window.owns_gradients:
-            return self._joint_obstacle
-        return (
-            "gradients existed before the first part of the batch, and a repeated step would "
-            "discard them: compute these gradients within a part too, or call "
-            "zero_grad(set_to_none=True) before the first part"
-        )
+        if self.run.ranks.world > 1 and self._joins is None:
+            self._joins = self._gradients.join_ranks(self.run.ranks)
+        if self._joins:
+            return f"{self._joins}; use smaller batches, and accumulate the gradients of more"
+        if self._has_others:
+            return (
+                "gradients existed before the first part of the batch, and a repeated step would "
+                "discard them: compute these gradients within a part too, or call "
+                "zero_grad(set_to_none=True) before the first part"
+            )
+        return ""
 
-    def _split(self, batches: list[tuple[Any, Count]], *, first: bool) -> Iterator[Microbatch[Any]]:
+    def _try_larger(self, batch: Any) -> None:
+        """Begins the window with larger parts, if it is time to try them, see `PartSize`.
+
+        A try needs a window that can be repeated and a batch that is split, on every rank. The
+        ranks ask each other only when a try is due, which is the same step on all ranks.
+        """
+        step, size = self.run.progress.step, self.run.record.part_size
+        larger = size.larger(step)
+        if larger is None:
+            return
+        votes = [not self._obstacle and self.run.batch_parts.number(batch) > 1]
+        if self._joins == "":
+            votes = self.run.ranks.gather(votes[0])
+        if all(votes):
+            size.grow(step, larger)
+            self.run.log.info(f"step {step}: tries up to {larger} samples at a time again")
+        else:
+            size.since = step  # a smaller batch, or one that cannot be repeated, teaches nothing
+
+    def _parts_of(
+        self, batches: list[tuple[Any, Count]], *, first: bool
+    ) -> Iterator[Microbatch[Any]]:
         """Yields the parts of some batches of the window; `first` is of the window's first part."""
         for number, (batch, count) in enumerate(batches, 1):
-            parts = 1
-            if not self._window.split_obstacle:
-                parts = self.run.batch_parts.number(batch)
-            pieces = split(batch, parts)
-            # Drops parts without tokens: their mean loss is NaN, and so is 0 times NaN.
-            weights = part_weights(pieces, count)
-            pairs = [pair for pair in zip(pieces, weights, strict=True) if pair[1]]
-            if self._joint:
+            parts = self.run.batch_parts.number(batch)
+            pairs = self.run.batch_parts.of_step(batch, count)
+            if self._joins == "":
                 self._gradients.begin_parts()
             for i, (piece, weight) in enumerate(pairs, 1):
                 ends = i == len(pairs)
-                last = ends and number == len(batches)
                 on_exit = partial(self._leave, batch, parts, ends)
-                yield Microbatch(piece, weight, first, last, on_exit)
+                yield Microbatch(piece, weight, first, ends and number == len(batches), on_exit)
                 first = False
 
     def _leave(self, batch: Any, parts: int, ends: bool, error: BaseException | None) -> bool:
@@ -260,28 +210,31 @@ class OutOfMemory:
         Raises RunStopped on every rank if there is no smaller part, and RankFailed if another
         rank's batch cannot be split.
         """
-        overrun = None
+        mine = None
         if error is not None:
-            overrun = self._overrun(batch, parts, error)
-            if overrun is None:
+            fault = classify(error)
+            if fault.cause is not Cause.OOM:
                 return self._repeats_after(error)
-        elif not (self._joint and ends):
-            return False
-        failed = self._failed_ranks(overrun, error)
+            mine = self._overrun(batch, parts, fault, error)
+        of_ranks = [mine]
+        if self._joins == "" and (mine is not None or ends):
+            if error is not None:
+                clear_frames(error)  # the exchange needs a little memory
+            some_failed = self._gradients.end_parts(mine is not None)
+            of_ranks = self.run.ranks.gather(mine) if some_failed else []
+        failed = {rank: each for rank, each in enumerate(of_ranks) if each is not None}
         if not failed:
             return False
-        if overrun is not None and error is not None and overrun.obstacle:
-            error.add_note(f"{_NOT_TRIED}: {overrun.obstacle}")
+        if mine is not None and error is not None and mine.obstacle:
+            error.add_note(f"{_NOT_TRIED}: {mine.obstacle}")
             return False  # the exception propagates
         for rank, each in failed.items():
             if each.obstacle:
                 raise RankFailed(f"rank {rank}: {each.line}; {_NOT_TRIED}: {each.obstacle}")
         # The smallest part that did not fit determines the size for all ranks.
         rank, smallest = min(failed.items(), key=lambda item: item[1].samples / item[1].parts)
-        prefix = ""
-        if self._joint:
-            prefix = f"rank {', '.join(map(str, failed))}: "
         error = error or RankFailed(f"rank {rank}: {smallest.line}")
+        prefix = f"rank {', '.join(map(str, failed))}: " if self._joins == "" else ""
         self._shrink(smallest, error, prefix)
         self._held = clear_frames(error)
         return True
@@ -291,34 +244,16 @@ class OutOfMemory:
 
         A transient failure of the network on one rank: with several ranks, the others would wait.
         """
-        may_repeat = self.run.ranks.world == 1 and self._window.owns_gradients
-        again = may_repeat and self._retries.wait_after(error)
         self._held = []
+        may_repeat = self.run.ranks.world == 1 and not self._has_others
+        again = may_repeat and self._retries.wait_after(error)
         if again:
             self._held = clear_frames(error)
         return again
 
-    def _failed_ranks(
-        self, overrun: _Overrun | None, error: BaseException | None
-    ) -> dict[int, _Overrun]:
-        """Rank -> its overrun, of the ranks whose part did not fit. Collective."""
-        overruns = [overrun]
-        if self._joint:
-            if error is not None:
-                clear_frames(error)  # the exchange needs a little memory
-            some_failed = self._gradients.end_parts(overrun is not None)
-            overruns = []
-            if some_failed:
-                overruns = self.run.ranks.gather(overrun)
-        return {rank: each for rank, each in enumerate(overruns) if each is not None}
-
-    def _overrun(self, batch: Any, parts: int, error: BaseException) -> _Overrun | None:
-        """The part that did not fit into memory, or None if it failed for another reason."""
-        fault = classify(error)
-        if fault.cause is not Cause.OOM:
-            return None
-        samples = 0
-        obstacle = self._window.repeat_obstacle
+    def _overrun(self, batch: Any, parts: int, fault: Fault, error: BaseException) -> _Overrun:
+        """What is known of a part that did not fit into memory."""
+        samples, obstacle = 0, self._obstacle
         if not obstacle:
             try:
                 samples = count_samples(batch)
@@ -327,7 +262,7 @@ class OutOfMemory:
         line = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         if not obstacle and not self.run.record.part_size.is_tried:
             # A failed try keeps the profile of the failure before.
-            line += f". {memory_text(self.run.driver, self.run.log)}"
+            line += f". {memory_text(self.run)}"
         return _Overrun(samples, parts, fault, line, obstacle)
 
     def _shrink(self, overrun: _Overrun, error: BaseException, prefix: str) -> None:
@@ -335,22 +270,30 @@ class OutOfMemory:
 
         A size that an earlier part of the run has had costs no budget.
         """
-        fault, samples, parts = overrun.fault, overrun.samples, overrun.parts
-        step, size = self.run.progress.step, self.run.record.part_size
-        before = largest_part(samples, parts)
-        after = largest_part(samples, min(2 * parts, samples))
-        obstacle = self._obstacle_to_smaller(before, after)
-        if obstacle:
+        run, step, samples = self.run, self.run.progress.step, overrun.samples
+        size, limit = run.record.part_size, run.policy.budget.shrinks
+        before = largest_part(samples, overrun.parts)
+        after = largest_part(samples, min(2 * overrun.parts, samples))
+        why = ""
+        if before == 1:
+            why = "a single sample does not fit into memory"
+        elif size.is_new(after) and run.record.shrinks >= limit:
+            why = (
+                f"{before} samples do not fit into memory, and the batch is not halved again: the "
+                f"policy permits it {limit} times ([budget] shrinks)"
+            )
+        if why:
             changed = self._last_resort()
             if not changed:
-                self.run.stopping.stop(prefix + obstacle, error=error, fault=Cause.OOM)
-            self.run.log.fault(step, fault, f"{prefix}{obstacle}: {changed}", answer="clear_cache")
+                run.stopping.stop(prefix + why, error=error, fault=Cause.OOM)
+            line = f"{prefix}{why}: {changed}"
+            run.log.fault(step, overrun.fault, line, answer="clear_cache")
             return
-        self.run.record.shrinks += size.is_new(after)
+        run.record.shrinks += size.is_new(after)
         size.shrink(step, before, after)
-        self.run.log.fault(
+        run.log.fault(
             step,
-            fault,
+            overrun.fault,
             f"{prefix}a part of {before} samples (of {samples}) does not fit into memory, the step "
             f"is repeated with {after} at a time: {overrun.line}",
             answer="shrink_microbatch",
@@ -359,17 +302,37 @@ class OutOfMemory:
             size=after,
         )
 
-    def _obstacle_to_smaller(self, before: int, after: int) -> str:
-        """Reason why the parts may not become smaller, as a clause, or an empty string.
 
-        `before` and `after` are samples of a part.
-        """
-        record, limit = self.run.record, self.run.policy.budget.shrinks
-        if before == 1:
-            return "a single sample does not fit into memory"
-        if not record.part_size.is_new(after) or record.shrinks < limit:
-            return ""
-        return (
-            f"{before} samples do not fit into memory, and the batch is not halved again: the "
-            f"policy permits it {limit} times ([budget] shrinks)"
-        )
+def memory_text(run: Run) -> str:
+    """Writes the memory profiles next to the events, and describes them: what holds the memory.
+
+    Args:
+        run: the parts of the run. Its events have a path on rank 0 only, which writes the files.
+
+    Returns:
+        A sentence about what holds most of the memory, and the names of the files. A failure to
+        measure is a sentence too: the device may have failed.
+    """
+    text, events = "The owners of the memory are not known", run.log.events  # as in JAX
+    try:
+        sizes = run.driver.memory()
+        if sizes:
+            owner = max(sizes, key=sizes.__getitem__)
+            total = sum(sizes.values())
+            text = f"Largest owner of memory: {owner} ({sizes[owner]:,} of {total:,} bytes)"
+        if events.path is None:
+            return text
+        profiles = run.driver.memory_profiles()
+        if sizes:
+            owners = "".join(f"{size:>20,} bytes  {name}\n" for name, size in sizes.items())
+            profiles[".txt"] = owners.encode() + b"\n" + profiles.get(".txt", b"")
+        names = []
+        # The files of a later failure of the same process replace these.
+        for suffix, content in sorted(profiles.items()):
+            if len(content) <= _MAX_PROFILE_BYTES:
+                path = process_path(events.path, events.process_id, "memory", suffix)
+                files.replace(path, content)
+                names.append(path.name)
+    except Exception as error:  # the disk is full, or the device may fail again
+        return f"{text}; no memory profile: {type(error).__name__}: {error:.100}"
+    return f"{text}; memory profile: {', '.join(names)}" if names else text

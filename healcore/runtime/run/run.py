@@ -1,14 +1,23 @@
-"""`Run`: the parts of one run, each by one name."""
+"""`Run`: the parts of one run, each by one name; `construct` makes them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from healcore.core.decision import Cause
+from healcore.events import Log
+from healcore.events.log import metrics_path
+from healcore.events.metrics import MetricsLog
 from healcore.runtime.data.sources import Sources
 from healcore.runtime.driver import Driver
+from healcore.runtime.faults.retry import Retries
 from healcore.runtime.hang_guard import HangGuard
+from healcore.runtime.healer_options import Options
 from healcore.runtime.reporting.run_log import RunLog
+from healcore.runtime.reporting.trackers import Trackers
+from healcore.runtime.run import run_settings
 from healcore.runtime.run.batch_parts import BatchParts
 from healcore.runtime.run.batches.batch_reader import BatchReader
 from healcore.runtime.run.batches.step_batches import StepBatches
@@ -25,6 +34,7 @@ from healcore.runtime.run.journal import Journal
 from healcore.runtime.run.ledger import Ledger
 from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.out_of_memory import OutOfMemory
+from healcore.runtime.run.program_watch import StructureChanges
 from healcore.runtime.run.progress import RunProgress
 from healcore.runtime.run.restore.stored import StoredCheckpoints
 from healcore.runtime.run.restore.way_back import WayBack
@@ -34,8 +44,10 @@ from healcore.runtime.run.rollback.recovery import Recovery
 from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.run.witness.witness import Witness
 from healcore.runtime.run_options import HostPolicy
+from healcore.runtime.store.checkpoints import StoreError
 from healcore.runtime.store.claim import Claim
-from healcore.runtime.store.ranks import Ranks
+from healcore.runtime.store.places import StorePlace, joined
+from healcore.runtime.store.ranks import Ranks, run_on_first
 from healcore.runtime.store.store import CheckpointStore
 
 
@@ -56,13 +68,8 @@ class Run:
                         +- way_back                                     restores
 
     `construct` makes the parts in the order of the fields. No part replaces another one. A part
-    gets the other parts in one of two ways:
-
-    - Each by name, as keyword arguments. This is the usual way, as in `SaveSchedule`: its signature
-      shows what the part depends on.
-    - All in the `Run`, if the part uses a part that is made after it, or more than eight others, as
-      `Loop`, `Saver` and `Recovery` do. The part may read the fields above its own while it is
-      made, and all fields afterwards: `self.run.recovery`.
+    takes the `Run`, and uses the other parts by their names, as in `self.run.recovery`. While it is
+    made, it may read the fields above its own.
 
     `record` has what a checkpoint saves. Three states in it are used by a name of their own, and by
     no other: `journal`, `ledger` and `holding.envelope`.
@@ -139,3 +146,118 @@ class Run:
     def journal(self) -> Journal:
         """What the steps up to now have shown. A way back takes the journal of the checkpoint."""
         return self.record.journal
+
+
+def construct(options: Options, driver: Driver, ranks: Ranks, claims: Sequence[Claim]) -> Run:
+    """Makes a run with all of its parts, in the order of the fields of `Run`.
+
+    No part does anything while it is made. `open_run` then resumes from a checkpoint.
+
+    Args:
+        options: the arguments of `Healer`.
+        driver: the framework, attached to the optimizers.
+        ranks: the processes of the run.
+        claims: the locks of the store's directories.
+
+    Returns:
+        The run. Nothing is restored and nothing is logged yet.
+
+    Raises:
+        StoreError: the store, or a file of events or metrics, cannot be opened.
+    """
+    policy, record = options.policy, RunRecord()
+    store = _open_store(options.store, driver, ranks)
+    store.nonfinite_ok += tuple(options.checkpoints.nonfinite_ok)
+    run = Run(
+        policy=policy,
+        driver=driver,
+        store=store,
+        ranks=ranks,
+        log=_open_log(options, store, ranks),
+        record=record,
+        end_requests=EndRequests(ranks, driver, options.stop_file),
+        claims=claims,
+        batch_parts=BatchParts(record),
+    )
+    loss_fn = options.loss_fn if policy.rolls_back else None
+    retries = None
+    if "retry" in policy.answers(Cause.NETWORK):
+        retries = Retries("reading a batch", policy, run)
+    run.loaders = Sources(retries)
+    run.data_state = DataState(run.loaders)
+    run.step_batches = StepBatches(
+        loaders=run.loaders, progress=run.progress, keeps_contents=loss_fn is not None
+    )
+    run.batch_reader = BatchReader(
+        policy=policy, ranks=ranks, log=run.log, end_requests=run.end_requests
+    )
+    run.schedule = SaveSchedule(run, options.checkpoints.every)
+    run.rate_log = RateLog(run)
+    run.monitor = IncidentMonitor(run, options.hooks)
+    run.holding = Holding(run)
+    run.witness = Witness(run, loss_fn, options.loss_fn_cost)
+    run.known_checkpoints = KnownCheckpoints(run)
+    run.saver = Saver(run, options.checkpoints.keep)
+    run.stored_checkpoints = StoredCheckpoints(run)
+    run.way_back = WayBack(run)
+    run.nonfinite_recovery = NonfiniteRecovery(run)
+    run.stopping = Stopping(run)
+    of_trainer = run_settings.trainer_settings(options.state)
+    run.recovery = Recovery(run, ends_by_steps=run_settings.trainer_ends_by_steps(of_trainer))
+    run.hang_guard = HangGuard(policy, ranks, run.log)
+    run.out_of_memory = OutOfMemory(run)
+    run.loop = Loop(run, StructureChanges(run), has_trainer=bool(of_trainer))
+    return run
+
+
+def _open_store(
+    given: StorePlace | tuple[StorePlace, ...] | None, driver: Driver, ranks: Ranks
+) -> CheckpointStore:
+    """The store of the run. Several stores are written as one, in the order given."""
+    if isinstance(given, tuple):
+        store = joined([_open_store(each, driver, ranks) for each in given])
+        run_on_first(ranks, store.check_run)
+        return store
+    return given if isinstance(given, CheckpointStore) else driver.store(given)
+
+
+def _open_log(options: Options, store: CheckpointStore, ranks: Ranks) -> RunLog:
+    """The log of a rank. Only rank 0 writes files: every rank has the same numbers.
+
+    Files that the user has not named are next to the checkpoints: a link there is not followed.
+    """
+    given, hooks = options.logging, options.hooks
+    if ranks.rank:
+        return RunLog(Log(None), console=given.console, silent=True, hooks=hooks)
+    if given.events is not None:
+        events = Log(Path(given.events).absolute())
+    else:
+        path = None if store.root is None else store.root / "healcore.events.jsonl"
+        events = Log(_unlinked(path, "events"), follow_links=False)
+    metrics = None
+    if given.metrics != "auto":
+        metrics = None if given.metrics is None else Path(given.metrics)
+    elif events.path and (events.path.is_file() or not events.path.exists()):
+        metrics = _unlinked(metrics_path(events.path), "metrics")  # no pipe and no terminal
+    return RunLog(
+        events,
+        metrics=MetricsLog(
+            metrics,
+            process_id=events.process_id,
+            automatic=given.metrics == "auto",
+            tracked=bool(options.trackers),
+        ),
+        console=given.console,
+        trackers=Trackers(options.trackers),
+        hooks=hooks,
+    )
+
+
+def _unlinked(path: Path | None, option: str) -> Path | None:
+    """A path that the user has not chosen. Raises StoreError if it is a link."""
+    if path is not None and path.is_symlink():
+        raise StoreError(
+            f"{path} is a link, and healcore follows no link at a path that it has chosen itself: "
+            f"remove it, or name the file that it leads to with {option}="
+        )
+    return path

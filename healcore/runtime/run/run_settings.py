@@ -10,10 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from healcore.console import first_of
-from healcore.policy import diff, load, loads
-from healcore.policy.loader import preset_names, recipe_names
-from healcore.runtime.driver import Driver, Rates
-from healcore.runtime.program_settings import WEIGHTS
+from healcore.runtime.driver import WEIGHTS, Driver
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.values import attribute
 
@@ -40,18 +37,8 @@ def settings_of(driver: Driver, policy: HostPolicy, state: Any, world: int) -> d
     for each in trainer_settings(state):
         if isinstance(each, dict):
             settings |= each
-    settings[_POLICY] = _policy_setting(policy)
+    settings[_POLICY] = f"{policy.name} ({(policy.engine.fingerprint or 'unnamed')[:8]})"
     return {**settings, _WORLD: world}
-
-
-def _policy_setting(policy: HostPolicy) -> str:
-    """The name of the policy, what differs from the preset of this name, and the fingerprint."""
-    text = policy.name
-    if policy.text is not None and text in (*preset_names(), *recipe_names()):
-        changed = [f"{key} = {value!r}" for key, _, value in diff(load(text), loads(policy.text))]
-        if changed:
-            text += f" with {first_of(changed)}"
-    return f"{text} ({(policy.engine.fingerprint or 'unnamed')[:8]})"
 
 
 def changes_since(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
@@ -86,29 +73,6 @@ def changes_text(changes: Mapping[str, str]) -> str:
         The line, or an empty string without a change.
     """
     return first_of([f"{name}: {each}" for name, each in changes.items() if name != WEIGHTS], 6)
-
-
-def text_about_rate(changes: Mapping[str, str], rates: Rates) -> str:
-    """Says that the rate of the checkpoint replaces the rate that the program was started with.
-
-    Args:
-        changes: the result of `changes_since`.
-        rates: the rates after the restore.
-
-    Returns:
-        Two sentences, or an empty string if no rate was edited, or if a schedule has changed the
-        saved rate since: then the program's rate at this step is unknown.
-    """
-    in_force = {repr(float(f"{rate:.6g}")) for rate in rates.values() if rate is not None}
-    for name, each in changes.items():
-        saved, _, given = each.partition(" -> ")
-        if name.endswith(("lr", "learning_rate")) and saved in in_force:
-            return (
-                f"The rate of the checkpoint, {saved}, replaces the program's {given}. To train on "
-                f"with {given}, set it in the optimizer, in JAX in its state, after the Healer has "
-                "resumed, and call healer.expect_change(). "
-            )
-    return ""
 
 
 def why_other_run(changes: Mapping[str, str]) -> str:
@@ -154,11 +118,8 @@ def settings_for_events(settings: Mapping[str, Any], rate: float | None) -> dict
     parts = settings.get("gradient_accumulation_steps", settings.get("accumulate_grad_batches"))
     common = {"learning_rate": rate, "batch_size": size, "accumulation": parts}
     shown: dict[str, Any] = {}
-    for name, value in settings.items():
-        if name != WEIGHTS and not name.startswith("hparams."):
-            shown[name] = value
-    for name, value in common.items():
-        if value is not None:
+    for name, value in {**settings, **common}.items():
+        if value is not None and name != WEIGHTS and not name.startswith("hparams."):
             shown[name] = value
     return shown
 
@@ -168,13 +129,9 @@ def trainer_settings(state: Any) -> list[Any]:
 
     A trainer that owns the loop decides when its run is complete.
     """
-    found: list[Any] = []
-    if isinstance(state, Mapping):
-        for part in state.values():
-            settings = attribute(part, "run_settings")
-            if settings is not None:
-                found.append(settings)
-    return found
+    parts = state.values() if isinstance(state, Mapping) else ()
+    settings = [attribute(part, "run_settings") for part in parts]
+    return [each for each in settings if each is not None]
 
 
 def trainer_ends_by_steps(settings: list[Any]) -> bool:
@@ -186,9 +143,5 @@ def trainer_ends_by_steps(settings: list[Any]) -> bool:
     Args:
         settings: the result of `trainer_settings`.
     """
-    for each in settings:
-        if isinstance(each, dict):
-            max_steps = each.get("max_steps")
-            if isinstance(max_steps, int) and max_steps > 0:
-                return True
-    return False
+    limits = [each.get("max_steps") for each in settings if isinstance(each, dict)]
+    return any(isinstance(limit, int) and limit > 0 for limit in limits)

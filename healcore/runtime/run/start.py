@@ -5,7 +5,7 @@
         claims                 lock the directories, remove files of killed processes
         construct              the parts, in the order of the fields of `Run`
         _start                 what is in the store, and the first lines of the log
-            decide_start       may this start resume?
+            _may_resume        may this start resume?
             _resume, _begin    resume, or the first snapshot
 
 What fails before that leaves nothing behind: the claims are released and the driver is closed.
@@ -21,28 +21,35 @@ from healcore.console import counted, first_of
 from healcore.history import RunHistory
 from healcore.policy import PolicyError
 from healcore.policy.problems import Problem
-from healcore.runtime.driver import Driver
+from healcore.runtime.driver import WEIGHTS, Driver
 from healcore.runtime.driver_choice import driver_for
 from healcore.runtime.healer_options import Options
 from healcore.runtime.reporting import postmortem
-from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run import run_settings, start_log
 from healcore.runtime.run.checkpoints.saver import SaveReason
-from healcore.runtime.run.construction import construct
 from healcore.runtime.run.ending.exits import EndRequested
-from healcore.runtime.run.process_runs import count_run, has_completed_run, remember_run
+from healcore.runtime.run.process_runs import count_run, has_completed_run
 from healcore.runtime.run.rollback.report import report_before_kill
-from healcore.runtime.run.run import Run
+from healcore.runtime.run.run import Run, construct
 from healcore.runtime.run.run_record import RunRecord
-from healcore.runtime.run.start_plan import StartPlan, decide_start
 from healcore.runtime.run_options import HostPolicy
-from healcore.runtime.store.checkpoints import NoGoodCheckpoint
+from healcore.runtime.store.checkpoints import CheckpointInfo, NoGoodCheckpoint, StoreError
 from healcore.runtime.store.claim import Claim
 from healcore.runtime.store.files import make_directory
 from healcore.runtime.store.manifest import sweep
 from healcore.runtime.store.places import StorePlace
 from healcore.runtime.store.ranks import RankFailed, Ranks, broadcast, run_on_first
 from healcore.runtime.store.store import CheckpointStore
+
+
+class StoreNotEmpty(StoreError):
+    """The store holds a run that this start must not continue or overwrite.
+
+    Either `resume` is False, or the run has completed and is another run than this program's.
+    Nothing was trained. The message says which of the two it is, and what to pass instead.
+    """
+
+    __module__ = "healcore.errors"
 
 
 def open_run(options: Options) -> Run:
@@ -58,21 +65,16 @@ def open_run(options: Options) -> Run:
         Exception: the errors of `Healer.__enter__`. The directories are not claimed any more then,
             and the optimizers are as before.
     """
-    policy = options.policy
-    driver = driver_for(options.state, policy.engine, options.attach)
+    driver = driver_for(options.state, options.policy.engine, options.attach)
     claims: list[Claim] = []
     try:
-        _check_moments(policy, driver)
+        _check_moments(options.policy, driver)
         ranks = driver.ranks()
         _check_same_arguments(options, ranks)
         places = options.store if isinstance(options.store, tuple) else (options.store,)
-        warnings = []
-        for each in places:
-            warning = _claim(each, ranks, claims)
-            if warning is not None:
-                warnings.append(warning)
+        warnings = [_claim(each, ranks, claims) for each in places]
         run = construct(options, driver, ranks, claims)
-        _start(run, options, warnings)
+        _start(run, options, [each for each in warnings if each is not None])
         count_run()
     except BaseException:
         for each in claims:
@@ -156,85 +158,64 @@ def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
         StoreNotEmpty: the store holds a run that this start must not continue.
         NoGoodCheckpoint: the store holds a run, and none of its checkpoints can be used.
     """
-    root, has_trainer = run.store.root, run.loop.has_trainer
-    history, kill_text = _read_previous_process(run.log)
+    requests, stored = run.end_requests, run.stored_checkpoints
+    history, kill_text = _read_previous_process(run)
     last_saved = _last_saved(run, history)
-    _check_stop_file(run)
-    saves, newest = run.stored_checkpoints.listed(), run.stored_checkpoints.newest_record()
-    saved = RunRecord() if newest is None else newest
+    if any(run.ranks.gather(requests.stop_file_found)):
+        run.log.info(f"nothing was done: {requests.stop_reason} exists; remove the file to train")
+        raise EndRequested(requests.stop_reason)
+    saves, newest = stored.listed(), stored.newest_record()
+    saved = newest or RunRecord()
     settings = run_settings.settings_of(run.driver, run.policy, options.state, run.ranks.world)
     changes = broadcast(run.ranks, run_settings.changes_since(saved.settings, settings))
-    plan = decide_start(
-        options.resume,
-        place=run.store.place or "the store",
-        saves=saves,
-        newest=newest,
-        changes=changes,
-        has_trainer=has_trainer,
-        completed_here=root is not None and has_completed_run(root),
-    )
-    if plan is StartPlan.NEW_FROM_LOADED_WEIGHTS:
-        run.store.delete(saves[0].step)  # the only checkpoint
-    if not plan.resumes:
+    resumes = _may_resume(run, options.resume, saves, newest, changes)
+    if not resumes:
         history = None
     if history is not None:
         run.log.history = history
-    start_log.log_start(run, settings, resumes=plan.resumes)
+    start_log.log_start(run, settings, resumes=resumes)
     for warning in warnings:
         run.log.problem(None, warning)
-    start_log.log_previous_end(run.log, history, kill_text=kill_text)
-    if options.loss_fn is not None:
-        start_log.warn_of_unused_loss_fn(run)
+    if kill_text:
+        run.log.warning(kill_text)
     try:
-        run.stored_checkpoints.find_damage()
-        if plan.resumes:
-            _resume(run, newest)
+        stored.find_damage()
+        if resumes:
+            _resume(run, saved, newest)
         else:
             _begin(run, settings)
     except BaseException as error:
         start_log.log_failed_start(run, error)
         raise
-    known = {each.step for each in (*saves, *run.known_checkpoints.damage)}
-    if last_saved > run.progress.step and last_saved not in known:
-        steps = counted(last_saved - run.progress.step, "step is", "steps are")
-        run.loop.warn(
-            f"checkpoint {last_saved}, the newest of the run, is missing: it was deleted, or the "
-            f"run was killed before it was complete. This start begins at step "
-            f"{run.progress.step}: {steps} lost and trained again"
-        )
-    if run.progress.had_completed and plan is StartPlan.COMPLETED:
+    _warn_of_lost_steps(run, last_saved, saves)
+    if run.progress.had_completed and options.resume is not True and not run.loop.has_trainer:
         run.loop.state.find_completed()
     run.record.settings = run.record.settings or settings
-    start_log.log_first_lines(run, settings, changes, resumed=plan.resumes)
-    if plan.resumes and not has_trainer:
+    start_log.log_first_lines(run, settings, changes, resumed=resumes)
+    if resumes and not run.loop.has_trainer:
         start_log.warn_of_snapshot(run, settings, saved.settings)
-    if not run.end_requests.watch_signals():
+    if not requests.watch_signals():
         run.loop.warn(
             "the run was opened in a side thread, where Python delivers no signals: SIGTERM and "
-            "Ctrl-C end the process without a save, and the next start resumes from the newest "
-            "checkpoint. Open the Healer in the main thread to save at a signal"
+            "Ctrl-C end the process without a save. Open the Healer in the main thread"
         )
     run.log.trackers.start(run.record.run or run.log.events.process_id)
     run.hang_guard.start()
     run.driver.on_step = run.loop.on_step
-    if root is not None:
-        remember_run(root, run.record)
 
 
-def _read_previous_process(log: RunLog) -> tuple[RunHistory | None, str]:
+def _read_previous_process(run: Run) -> tuple[RunHistory | None, str]:
     """Reads what the previous process has logged, and writes its postmortem if it was killed.
 
     Returns:
         The history of the run until then, or None without events; and a line about the kill of the
         previous process, or an empty string.
     """
-    events = log.events.path
-    if events is None:
-        return None, ""
-    history = postmortem.read_last_run(events)
-    if not history:
+    events = run.log.events.path
+    history = None if events is None else postmortem.read_last_run(events)
+    if events is None or not history:
         return history, ""
-    outcome = postmortem.write_for_killed(events, history, log.metrics.path)
+    outcome = postmortem.write_for_killed(events, history, run.log.metrics.path)
     if outcome is None:
         return history, ""
     path = postmortem.path_for(events, history.processes[-1].id)
@@ -252,27 +233,59 @@ def _last_saved(run: Run, history: RunHistory | None) -> int:
     root, events = run.store.root, run.log.events.path
     if history is None or history.start is None or root is None or events is None:
         return 0
-    if root not in (events.parent, Path(history.start.store or "")):
-        return 0
-    return history.last_saved or 0
+    of_this_store = root in (events.parent, Path(history.start.store or ""))
+    return (history.last_saved or 0) if of_this_store else 0
 
 
-def _check_stop_file(run: Run) -> None:
-    """Raises EndRequested if any rank finds the stop file. Collective."""
-    requests = run.end_requests
-    if any(run.ranks.gather(requests.stop_file_found)):
-        run.log.info(f"nothing was done: {requests.stop_reason} exists; remove the file to train")
-        raise EndRequested(requests.stop_reason)
+def _may_resume(
+    run: Run,
+    resume: object,
+    saves: Sequence[CheckpointInfo],
+    newest: RunRecord | None,
+    changes: Mapping[str, str],
+) -> bool:
+    """Whether the start resumes the run in the store. Otherwise a new run begins.
 
+    A store that holds only the first snapshot of a run begins anew if the program has loaded other
+    weights since. The snapshot is deleted then.
 
-def _spent_before(run: Run) -> int:
-    """Rollbacks that the engines of a new run have made already: their state was ported."""
-    engines = run.driver.engines().values()
-    if not engines:
-        return 0
-    left = min(engine["state"]["budget"]["recoveries"] for engine in engines)
-    budget = run.policy.engine.config.budget
-    return max(int(budget.recoveries) - int(left), 0)
+    Args:
+        run: the parts of the run.
+        resume: the argument of `Healer`.
+        saves: the checkpoints in the store.
+        newest: the newest record in the store, or None if no record can be read.
+        changes: settings of the program that differ from the saved settings.
+
+    Raises:
+        StoreNotEmpty: the run in the store must not be resumed.
+    """
+    if not saves:
+        return False
+    place, root = run.store.place or "the store", run.store.root
+    step = max((each.step for each in saves if not each.is_abandoned), default=0)
+    if resume is False:
+        raise StoreNotEmpty(
+            f"{place} holds checkpoints of an earlier run, up to step {step}: pass an empty "
+            'directory, or resume="auto" to resume from them'
+        )
+    if newest is None:
+        return True
+    which = ""
+    if newest.completed and resume is not True:
+        which = run_settings.why_other_run(changes)
+        if root is not None and has_completed_run(root):
+            which = "that this process has completed"
+    if which:
+        raise StoreNotEmpty(
+            f"{place} holds a run {which}. Its last step is {step}. Nothing was trained. "
+            'Pass an empty directory for each run, as in store=f"runs/{fold}", and set the seed '
+            "before the model is made; resume=True resumes the saved run, with its weights and "
+            "settings"
+        )
+    if WEIGHTS in changes and {each.step for each in saves} == {newest.first_step}:
+        run.store.delete(newest.first_step)
+        return False
+    return True
 
 
 def _begin(run: Run, settings: dict[str, Any]) -> None:
@@ -283,7 +296,10 @@ def _begin(run: Run, settings: dict[str, Any]) -> None:
     record.run = broadcast(run.ranks, run.log.events.process_id)
     record.first_step = step
     record.settings = settings
-    record.ledger.spent = _spent_before(run)
+    # Rollbacks that the engines have made already: the program has ported their state.
+    budgets = [engine["state"]["budget"]["recoveries"] for engine in run.driver.engines().values()]
+    full = int(run.policy.engine.config.budget.recoveries)
+    record.ledger.spent = max(full - int(min(budgets, default=full)), 0)
     run.saver.begin_attempt(step)
     run.monitor.read_engines()
     record.nonfinite_ok = run.saver.nonfinite_in_state()
@@ -294,17 +310,21 @@ def _begin(run: Run, settings: dict[str, Any]) -> None:
     run.saver.save(SaveReason.FIRST)
 
 
-def _resume(run: Run, newest: RunRecord | None) -> None:
-    """Resumes from the newest usable checkpoint; `newest` is the newest record in the store."""
-    record = RunRecord() if newest is None else newest
+def _resume(run: Run, record: RunRecord, newest: RunRecord | None) -> None:
+    """Resumes from the newest usable checkpoint.
+
+    Args:
+        run: the parts of the run.
+        record: the newest record in the store, or an empty one.
+        newest: the newest record in the store, or None.
+    """
     run.store.nonfinite_ok += tuple(record.nonfinite_ok)
     saves = record.attempt_history.with_status(run.stored_checkpoints.listed())
-    wrong = {each.step: each.status if each.finite else "not finite" for each in saves}
     usable = [each.step for each in saves if each.is_usable]
     try:
         step, random_states = run.way_back.resume(newest, usable[::-1])
     except NoGoodCheckpoint as error:
-        raise _no_usable_checkpoint(run, wrong) from error
+        raise _no_usable_checkpoint(run, _statuses(saves)) from error
     completed = record.completed and record.step == step
     run.progress.resume(step, completed=completed)
     run.data_state.resume(random_states)
@@ -312,32 +332,43 @@ def _resume(run: Run, newest: RunRecord | None) -> None:
         run.loop.state.resume_in_body()  # before a record is written, which has to say so too
     run.log.event("resume", step=step, checkpoint=step)
     report_before_kill(run, step)
-    lost = [each for each in saves if not each.is_abandoned]
-    _warn_of_lost_steps(run, {each.step: wrong[each.step] for each in lost} | _damage(run))
     if not run.witness.state.anchors:
         run.saver.add_anchor()
     run.store.protected = run.witness.steps_needed
 
 
-def _warn_of_lost_steps(run: Run, wrong: Mapping[int, str]) -> None:
-    """Warns if checkpoints after the present step cannot be used; `wrong` says why."""
+def _statuses(saves: Sequence[CheckpointInfo]) -> dict[int, str]:
+    """Step of each checkpoint -> its status."""
+    return {each.step: each.status if each.finite else "not finite" for each in saves}
+
+
+def _damage(run: Run) -> dict[int, str]:
+    """Step of each damaged checkpoint -> the damage."""
+    damage = run.known_checkpoints.damage
+    return {each.step: f"damaged: {each.file} {each.difference}" for each in damage}
+
+
+def _warn_of_lost_steps(run: Run, last_saved: int, saves: Sequence[CheckpointInfo]) -> None:
+    """Warns if checkpoints after the present step are missing or cannot be used.
+
+    Args:
+        run: the parts of the run.
+        last_saved: step of the newest checkpoint by the events.
+        saves: the checkpoints in the store before the start.
+    """
     step = run.progress.step
+    known = run.record.attempt_history.with_status(saves)
+    wrong = _statuses([each for each in known if not each.is_abandoned]) | _damage(run)
+    if last_saved not in {each.step for each in saves}:
+        wrong.setdefault(last_saved, "missing: deleted, or killed before it was complete")
     lost = {at: wrong[at] for at in sorted(wrong) if at > step}
     if lost:
         which = "; ".join(f"{at} ({why})" for at, why in lost.items())
         steps = counted(max(lost) - step, "step is", "steps are")
         run.loop.warn(
-            f"the run resumes at step {step}: {steps} lost up to checkpoint {max(lost)}, and "
+            f"this start begins at step {step}: {steps} lost up to checkpoint {max(lost)}, and "
             f"trained again, because checkpoints newer than {step} cannot be used: {which}"
         )
-
-
-def _damage(run: Run) -> dict[int, str]:
-    """Step of each damaged checkpoint -> the damage."""
-    return {
-        each.step: f"damaged: {each.file} {each.difference}"
-        for each in run.known_checkpoints.damage
-    }
 
 
 def _no_usable_checkpoint(run: Run, wrong: Mapping[int, str]) -> NoGoodCheckpoint:

@@ -7,7 +7,6 @@ import pytest
 from healcore.core.decision import NONFINITE, Cause
 from healcore.policy import dumps, load, loads
 from healcore.policy.responses import FAULTS
-from healcore.runtime.faults.array_errors import DONATED, INDICES, SHAPES
 from healcore.runtime.faults.failures import FAILURES
 from tests.runtime.faults.fault_page import PAGE, ROOT, log_line, section_of
 
@@ -40,12 +39,6 @@ def test_each_failure_has_a_section(cause):
     assert log_line(cause)
     for paper in re.findall(r"arXiv:(\S+)", " ".join(row.references)):
         assert f"arxiv.org/abs/{paper}" in section
-
-
-def test_the_hints_about_arrays_are_on_the_page():
-    assert SHAPES in section_of(Cause.DATA)
-    assert INDICES in section_of(Cause.DATA)
-    assert DONATED in section_of(Cause.UNKNOWN)
 
 
 def test_the_rule_for_a_cause_that_default_does_not_watch():

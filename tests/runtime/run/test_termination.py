@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from healcore.runtime.run.ending.exits import Terminated
-from healcore.runtime.run.ending.requests import REPEATED_S
 from tests.forked_programs import ForkedProgram
 from tests.healer.run_directory import events, postmortems
 from tests.healer.test_endings import accumulating_torch_loop
@@ -78,12 +77,10 @@ def test_the_second_one_stops_at_once_in_the_middle_of_a_step(tmp_path):
     [
         (signal.SIGTERM, 0.2, 128 + signal.SIGTERM),  # of a scheduler that signals twice
         (signal.SIGINT, 0.2, 128 + signal.SIGTERM),
-        (signal.SIGTERM, REPEATED_S + 0.5, -signal.SIGTERM),
+        (signal.SIGTERM, 1.5, 128 + signal.SIGTERM),
     ],
 )
-def test_a_later_signal_ends_the_process_at_once_and_one_of_the_same_moment_does_not(
-    second, after, status, tmp_path
-):
+def test_a_later_signal_changes_nothing(second, after, status, tmp_path):
     with started(tmp_path) as process:
         process.send_signal(signal.SIGTERM)
         time.sleep(after)
@@ -91,7 +88,7 @@ def test_a_later_signal_ends_the_process_at_once_and_one_of_the_same_moment_does
         time.sleep(0.2)
         _, err = process.communicate("\n" * 5, timeout=600)
     assert process.returncode == status, err
-    assert ("checkpoint 8 is on disk" in err) == (status > 0)
+    assert "checkpoint 8 is on disk" in err
 
 
 def test_sigterm_in_an_incident_saves_too_and_in_an_accumulation_after_its_step(tmp_path):

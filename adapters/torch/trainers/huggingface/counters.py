@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from transformers.trainer_callback import ExportableState
 
-from healcore.runtime.program_settings import json_setting
+from healcore.runtime.driver import json_setting
 from healcore.torch.trainers.huggingface import trainer_internals as internals
 from healcore.torch.trainers.huggingface.epochs import EpochFeed
 from healcore.torch.trainers.huggingface.trainer_internals import HfTrainer, Metrics

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from healcore.runtime.program_settings import json_setting
+from healcore.runtime.driver import json_setting
 from healcore.runtime.trainer_access import TrainerAccess
 from healcore.torch.trainers.lightning import trainer_internals as internals
 from healcore.torch.trainers.lightning.trainer_internals import LightningTrainer

@@ -11,7 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from healcore.runtime.run.program_watch import WarmUp
+from healcore.runtime.run.ending.exits import IncompleteRun
+from healcore.runtime.run.program_watch import (
+    MAX_ITERATIONS,
+    MAX_WITHOUT_STEP,
+    warn_of_unseen_steps,
+)
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
@@ -90,21 +95,22 @@ def _return_to_epoch(run: Run) -> int:
     return run.loaders.epoch_loop.end_return()
 
 
-def loop_over_steps(run: Run, total: int, warmup: int | None = None) -> Iterator[int]:
+def loop_over_steps(run: Run, total: int) -> Iterator[int]:
     """Yields the numbers of the steps; the behaviour of `Healer.steps`.
+
+    An iteration without a step gets the same number again, for example to fill a replay buffer. But
+    a program whose steps the Healer does not see would never end. So their number has a limit.
 
     Args:
         run: the parts of the run.
         total: number of optimizer steps at which the loop ends.
-        warmup: iterations that may pass before the first step, or None for the default of
-            `WarmUp`.
 
     Raises:
         IncompleteRun: too many iterations took no step.
         RunStopped, Terminated, EndRequested: as in `Healer.batches`.
     """
     loop, progress, state = run.loop, run.progress, run.loop.state
-    warm_up = WarmUp(total, warmup, progress=run.progress, driver=run.driver, log=run.log)
+    waited, allowed, before = 0, max(MAX_ITERATIONS, total), -1
     run.data_state.is_restored = False  # for the data that the loop draws
     run.recovery.counts_steps = True
     if state.is_complete:
@@ -114,7 +120,19 @@ def loop_over_steps(run: Run, total: int, warmup: int | None = None) -> Iterator
         return
     while True:
         rollback = loop.after_step()
-        warm_up.count(rolled_back=rollback is not None)
+        if before >= 0 and progress.step == before and rollback is None:
+            waited += 1
+            if waited == MAX_WITHOUT_STEP:
+                warn_of_unseen_steps(run, waited)
+        else:
+            waited, allowed = 0, allowed if before < 0 else MAX_ITERATIONS
+        before = progress.step
+        if waited > allowed:
+            raise IncompleteRun(
+                f"healcore: step {before} was not taken in {allowed} iterations of healer.steps: "
+                "take a longer warm-up before the loop; a loop with fewer steps calls "
+                "healer.after_step()"
+            )
         if progress.step < total:
             state.yield_step(progress.step)
             yield progress.step

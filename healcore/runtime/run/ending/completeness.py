@@ -38,29 +38,29 @@ def incomplete_run_error(run: Run, *, judges_weights: bool = True) -> BaseExcept
             the weights are NaN or Inf, or most of the data was skipped     RunStopped
             a resumed run has ended without a step, and not at its end      IncompleteRun
     """
-    if run.loop.state.is_complete:
-        return None
     progress, state = run.progress, run.loop.state
-    loop_text = _RECOMMENDED_LOOPS[run.driver.framework]
-    if progress.steps_taken and not state.was_used:
+    if state.is_complete:
+        return None
+    step, taken = progress.step, progress.steps_taken
+    advice = f"Write `{_RECOMMENDED_LOOPS[run.driver.framework]}`"
+    if taken and not state.was_used:
+        # The position in the data after these steps is unknown: a start from the last state would
+        # train the same batches again.
+        earlier = run.way_back.repeat_from(before=step)
+        start = step if earlier is None else earlier
+        why = "the loop took its steps without the Healer"
         return IncompleteRun(
-            "healcore: the loop took its steps without the Healer, which could not save between "
-            f"them, roll back or stop. Write `{loop_text}`, or call healer.after_step() after each "
-            f"step. The last state is saved as checkpoint {progress.step}. "
-            f"{_next_start_of_unseen(run)}",
-            "the loop took its steps without the Healer",
+            f"healcore: {why}, which could not save between them, roll back or stop. {advice}, or "
+            f"call healer.after_step() after each step. The next start resumes from checkpoint "
+            f"{start}",
+            why,
         )
     unread = len(run.step_batches.pending_ids)
-    has_new_batches = bool(unread) and not state.break_place
-    if not progress.steps_taken and (progress.step == 0 or has_new_batches):
-        kind, advice = "of an optimizer in the state", f"Write `{loop_text}`"
-        reason = run.driver.no_step_reason()
-        if reason:
-            kind, advice = "with a gradient", reason
+    if not taken and (step == 0 or (unread and not state.break_place)):
         return IncompleteRun(
-            f"healcore: the loop has ended, and the Healer has seen no step {kind} "
-            f"({counted(unread, 'batch', 'batches')} read). {advice}. The next start begins at "
-            f"step {progress.step}",
+            "healcore: the loop has ended, and the Healer has seen no step of an optimizer in the "
+            f"state ({counted(unread, 'batch', 'batches')} read). "
+            f"{run.driver.no_step_reason() or advice}. The next start begins at step {step}",
             "the Healer has seen no step",
         )
     try:
@@ -71,7 +71,7 @@ def incomplete_run_error(run: Run, *, judges_weights: bool = True) -> BaseExcept
     is_at_end = state.reached_end or progress.had_completed or has_read_all
     if progress.resumed_here and not (is_at_end or state.break_place or run.loop.has_trainer):
         return IncompleteRun(
-            f"healcore: the run was resumed at step {progress.step}, and the loop has ended "
+            f"healcore: the run was resumed at step {step}, and the loop has ended "
             "without a step. A loop of epochs begins with `for epoch in healer.epochs(n)`, and "
             "reads healer.batches(loader, epoch=epoch). If the run has no more steps, an empty "
             "directory begins a new run",
@@ -80,25 +80,12 @@ def incomplete_run_error(run: Run, *, judges_weights: bool = True) -> BaseExcept
     return None
 
 
-def _next_start_of_unseen(run: Run) -> str:
-    """Makes the next start resume from before the unseen steps. Returns the sentence about it.
-
-    The position in the data after these steps is unknown, so a start from the last state would
-    train the same batches again.
-    """
-    step = run.way_back.repeat_from(before=run.progress.step)
-    if step is None:
-        return f"The next start resumes from checkpoint {run.progress.step}"
-    return f"The next start resumes from checkpoint {step}, before these steps"
-
-
 def stop_if_not_trained(run: Run, *, judges_weights: bool = True) -> None:
     """Stops a run that has trained nothing, or not most of its data, or ends with NaN weights.
 
-    A program that ends with status 0 is taken for trained, and the code after its loop may export
-    the weights. So the judgement comes when a loop of one rank ends (`Loop`), and for every run at
-    the end of the block. A run that was not trained on most of its data has its last state on disk:
-    nothing but the skips is wrong with its weights.
+    The code after the loop may export the weights. So the judgement comes when a loop of one rank
+    ends (`Loop`), and for every run at the end of the block. A run that was not trained on most of
+    its data has its last state on disk: nothing but the skips is wrong with its weights.
 
     Args:
         run: the run. All its steps are read.
@@ -107,20 +94,19 @@ def stop_if_not_trained(run: Run, *, judges_weights: bool = True) -> None:
     Raises:
         RunStopped: the run has not trained.
     """
-    not_taken = run.journal.not_taken
-    skipped = run.step_batches.skipped_steps
-    total = run.progress.step + skipped
     run.nonfinite_recovery.stop_if_never_finite(at_end=True)
-    judges = run.policy.rollback.nonfinite_state == "rollback" and not run.policy.observes
-    if judges_weights and judges and not run.nonfinite_recovery.weights_are_finite():
+    if run.policy.observes:
+        return
+    judges = judges_weights and run.policy.rollback.nonfinite_state == "rollback"
+    if judges and not run.nonfinite_recovery.weights_are_finite():
         found = run.saver.nonfinite_in_state()
         if found:
             run.stopping.stop(f"{first_of(found)} became NaN or Inf at the end")
-    if run.policy.observes or 2 * (not_taken + skipped) <= total:
+    not_taken, skipped = run.journal.not_taken, run.step_batches.skipped_steps
+    total = run.progress.step + skipped
+    if 2 * (not_taken + skipped) <= total:
         return
-    undone = ""
-    if skipped:
-        undone = f", and {skipped} were undone and their batches skipped"
+    undone = f", and {skipped} were undone and their batches skipped" if skipped else ""
     # Before the stop, which marks the newest record: the next start begins before the skips.
     run.saver.save_last(completed=True, after_loop=True)
     run.stopping.stop(
@@ -134,26 +120,22 @@ def stop_if_not_trained(run: Run, *, judges_weights: bool = True) -> None:
 def report_recoveries(run: Run) -> None:
     """Reports, at the end of a run, accepted damage of which nothing is left.
 
-    A program that makes its loss worse on purpose, for example by a restart of its rate, does
-    so in each repeat. If the mean loss is no higher at the end than before, nothing is damaged.
+    A program that makes its loss worse on purpose, for example by a restart of its rate, does so in
+    each repeat. If the mean loss is no higher at the end than before, nothing is damaged.
 
     Args:
         run: the parts of the run.
     """
-    loss = run.witness.recent.mean_loss()
-    before: dict[int, float] = {}
-    for onset in run.ledger.damage_left:
-        level = run.log.history.losses_before.get(onset)
-        if level is not None and loss <= level:
-            before[onset] = level
-    if not before:
+    loss, levels = run.witness.recent.mean_loss(), run.log.history.losses_before
+    recovered = [at for at in run.ledger.damage_left if at in levels and loss <= levels[at]]
+    if not recovered:
         return
+    level = min(levels[at] for at in recovered)
     why = (
-        f"the mean loss is {loss:.4g} at the end, and was {min(before.values()):.4g} or more "
-        "before; probably your program made the change itself, for example by a restart of its "
-        "rate"
+        f"the mean loss is {loss:.4g} at the end, and was {level:.4g} or more before; probably "
+        "your program made the change itself, for example by a restart of its rate"
     )
-    for onset in before:
+    for onset in recovered:
         run.ledger.damage_left.remove(onset)
         run.log.assessment(run.progress.step - 1, onset, "recovered", why=why)
-    run.log.info(f"{recovered_text([*before])}: {why}")
+    run.log.info(f"{recovered_text(recovered)}: {why}")

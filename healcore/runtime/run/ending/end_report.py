@@ -6,13 +6,9 @@ import traceback
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from healcore.console import error_text, first_of, with_short_arrays
-from healcore.core.decision import Cause
-from healcore.core.errors import HealcoreError
-from healcore.events.kinds import batch_names
+from healcore.console import error_text, with_short_arrays
 from healcore.events.models import Ending
 from healcore.runtime.faults.classification import Fault, is_broken_connection
-from healcore.runtime.faults.nan_checks import nan_variables
 from healcore.runtime.reporting import postmortem
 from healcore.runtime.reporting.diagnosis import AFTER_A_KILL, advice, last_line, lasting_text
 from healcore.runtime.reporting.run_outcome import RunOutcome, listed_checkpoints
@@ -20,43 +16,6 @@ from healcore.runtime.run.ending.exits import RunStopped
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
-
-
-def explain_nan(run: Run, error: BaseException | None, fault: Fault) -> None:
-    """Says what to do about a program that raises at NaN itself, before the policy can skip.
-
-    Such a program may end at each restart at the same step. The warning names the variables with
-    NaN, the step and its batches. It is written only if the policy skips steps with NaN and the
-    exception has no other known cause.
-
-    Args:
-        run: the parts of the run.
-        error: the exception of the program, or None.
-        fault: the classified exception.
-    """
-    if not isinstance(error, Exception | SystemExit) or isinstance(error, HealcoreError):
-        return
-    if isinstance(error, SystemExit) and not error.code:
-        return
-    if fault.cause & ~Cause.UNKNOWN or not run.policy.skips_nonfinite:
-        return
-    names = nan_variables(error)
-    if not names:
-        return
-    step, batches = run.progress.step, run.step_batches.pending_ids
-    if not batches:  # of the last step that was taken
-        step, batches = max(0, step - 1), run.step_batches.last_ids
-    where = [f"step {step}"]
-    rows = [each.rows for each in batches if each.rows]
-    places = batch_names([list(each) for each in batches], rows)
-    if places:
-        where.append(first_of(places))
-    run.loop.warn(
-        f"{first_of(names)} had NaN at {', '.join(where)}, and the program itself raised "
-        f"{type(error).__name__}. If that is a check for NaN, remove this check: healcore skips "
-        "the step, and the run continues. set_detect_anomaly and the validate_args of a "
-        "distribution are such checks too"
-    )
 
 
 def write_report(
@@ -91,9 +50,7 @@ def write_report(
         if is_broken_connection(error):
             exception += ". Another rank has ended: its output says why, unless it was killed; "
             exception += f"then {AFTER_A_KILL}"
-    outcome = RunOutcome.of(
-        run, ending, why, exception=exception, fault=fault.cause, hint=fault.hint
-    )
+    outcome = RunOutcome.of(run, ending, why, exception=exception, fault=fault.cause)
     events = run.log.events
     was_complete = run.loop.state.is_complete and ending == Ending.COMPLETED
     if events.path is not None and not was_complete:

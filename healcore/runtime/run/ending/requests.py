@@ -3,9 +3,9 @@
 After SIGTERM, Ctrl-C and SIGUSR1 (Slurm's `--signal=USR1@60`) the run finishes the current step and
 saves. One handler serves all runs of the process. A program's own handler of Ctrl-C or SIGUSR1
 stays, and a handler of SIGTERM from before the runs is called too. Schedulers repeat a signal, or
-send SIGINT after SIGTERM: within a second such a signal is ignored, later it has its usual effect.
-A second Ctrl-C ends the process at once, like a kill, because a KeyboardInterrupt would still wait
-for pending checkpoints. In an interactive session, which must survive, it is a KeyboardInterrupt.
+send SIGINT after SIGTERM: the run is ending already, so nothing else happens. A second Ctrl-C ends
+the process at once, like a kill, because a KeyboardInterrupt would still wait for pending
+checkpoints. In an interactive session, which must survive, it is a KeyboardInterrupt.
 
 A request may reach one rank only. This rank must not end alone: the other ranks would wait for it
 in their next collective. Instead it proposes the end. The driver marks the steps from then on
@@ -16,7 +16,6 @@ them end.
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import sys
@@ -36,8 +35,6 @@ from healcore.runtime.store.ranks import Ranks
 
 _SIGNALS = [signal.SIGTERM, signal.SIGINT, *filter(None, [getattr(signal, "SIGUSR1", None)])]
 """The signals that ask a run to end. Windows has no SIGUSR1."""
-REPEATED_S = 1.0
-"""Seconds after a signal in which another one is a repetition."""
 POLL_INTERVAL_S = 1.0
 """Seconds between two checks for the stop file, which may be on a network."""
 _MAX_SLEEP_S = 0.1
@@ -75,9 +72,7 @@ class EndRequests:
         """Time from which the file system is asked again, by the monotonic clock."""
         self._pid = 0
         """The process that watches signals. A forked child has the handlers, but not the run."""
-        self._signalled_at = 0.0
-        """Time of the signal, by the monotonic clock."""
-        self._waiting_for_data = False
+        self._waits_for_data = False
         self._proposals: list[int | str] = []
         """The requests to this rank, which the next vote exchanges."""
         self._vote_at: int | None = None
@@ -135,12 +130,12 @@ class EndRequests:
             Terminated: after SIGTERM or SIGUSR1.
             Interrupted: after Ctrl-C.
         """
-        self._waiting_for_data = True
+        self._waits_for_data = True
         try:
             self.raise_if_alone()
             yield
         finally:
-            self._waiting_for_data = False
+            self._waits_for_data = False
 
     def sleep(self, seconds: float) -> None:
         """Sleeps, in any thread. A signal ends the sleep, as `raise_if_alone` does.
@@ -176,11 +171,9 @@ class EndRequests:
         Args:
             result: the step that was read.
         """
-        if not result.vote_requested:
-            return
-        vote_at = result.index + 1 + LAG
-        if self._vote_at is None or vote_at < self._vote_at:
-            self._vote_at = vote_at
+        if result.vote_requested:
+            vote_at = result.index + 1 + LAG
+            self._vote_at = vote_at if self._vote_at is None else min(vote_at, self._vote_at)
 
     def vote_when_due(self, step: int, log: RunLog) -> None:
         """Exchanges the proposals if a vote is due. Collective when it is.
@@ -200,9 +193,8 @@ class EndRequests:
         of_ranks = []
         for rank, requests in enumerate(self._ranks.gather(self._proposals)):
             for request in requests:
-                end = exit_for(request)
-                why = getattr(end, "why", f"signal {request}")
-                exits.append(end)
+                exits.append(exit_for(request))
+                why = getattr(exits[-1], "why", f"signal {request}")
                 of_ranks.append({"rank": rank, "outcome": "end", "why": why})
         log.event("vote", step=step, outcome="end", why=of_ranks[0]["why"], of_ranks=of_ranks)
         reasons = ", ".join(f"rank {each['rank']}: {each['why']}" for each in of_ranks)
@@ -223,11 +215,9 @@ class EndRequests:
             return False
         for number in _SIGNALS:
             current = signal.getsignal(number)
-            is_ours = current in (_handle, _installed.get(number))
-            is_default = current in (signal.default_int_handler, signal.SIG_DFL)
-            if is_ours or is_default or number == signal.SIGTERM:
-                if not (is_ours or _open_runs()):
-                    _previous[number] = current
+            if current in (_handle, signal.default_int_handler, signal.SIG_DFL) or (
+                number == signal.SIGTERM
+            ):
                 _install(number, _handle)
         self._pid = os.getpid()
         _watching.append(self)
@@ -242,18 +232,16 @@ class EndRequests:
             _watching.remove(self)
         if _open_runs() or threading.current_thread() is not threading.main_thread():
             return
-        for number, handler in _installed.items():
-            if signal.getsignal(number) == handler:
-                signal.signal(number, _previous.get(number, signal.SIG_DFL))
-        _installed.clear()
+        for number, handler in _previous.items():
+            if signal.getsignal(number) in (_handle, signal.SIG_DFL):
+                signal.signal(number, handler)
+        _previous.clear()
 
 
 _watching: list[EndRequests] = []
 """The runs that watch signals."""
 _previous: dict[int, Any] = {}
 """Signal -> handler from before the first open run."""
-_installed: dict[int, Any] = {}
-"""Signal -> handler that the open runs have installed."""
 
 
 def _open_runs() -> list[EndRequests]:
@@ -263,41 +251,37 @@ def _open_runs() -> list[EndRequests]:
 
 def _install(number: int, handler: Any) -> None:
     """Installs a handler for a signal until the last run ends."""
-    signal.signal(number, handler)
-    _installed[number] = handler
+    current = signal.signal(number, handler)
+    if current is not _handle:
+        _previous.setdefault(number, current)
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
-    """Handles a signal: the first one asks the runs to end, a later one has its usual effect.
+    """Handles a signal: asks the runs to end that had none before.
 
     Called by Python between two bytecodes of the main thread, wherever the program is. A run that
     was left open has perhaps had its signal already, and does not keep a later run from saving.
     """
     runs = _open_runs()
-    asked = [each for each in runs if each.signal_number is None]
-    if not asked:
-        signalled_at = max((each._signalled_at for each in runs), default=-math.inf)
-        if time.monotonic() - signalled_at <= REPEATED_S:
-            return
+    if not runs:  # the program has kept this handler: the signal has its usual effect
         signal.signal(number, _previous.pop(number, signal.SIG_DFL))
         os.kill(os.getpid(), number)
         return
     # A scheduler signals the whole process group. torch's SIGCHLD handler raises anywhere when its
     # workers die, which would interrupt the save.
-    if hasattr(signal, "SIGCHLD") and signal.SIGCHLD not in _installed:
-        _previous[signal.SIGCHLD] = signal.getsignal(signal.SIGCHLD)
+    if hasattr(signal, "SIGCHLD"):
         _install(signal.SIGCHLD, signal.SIG_DFL)
+    asked = [each for each in runs if each.signal_number is None]
     for each in asked:
-        each.signal_number, each._signalled_at = number, time.monotonic()
+        each.signal_number = number
         if each._ranks.world > 1:
             each.propose(number)
     previous = _previous.get(number)
     if number == signal.SIGINT:
-        is_interactive = hasattr(sys, "ps1")
-        _install(number, previous if is_interactive else signal.SIG_DFL)
+        signal.signal(number, previous if hasattr(sys, "ps1") else signal.SIG_DFL)
         os.write(2, b"\nhealcore: finishing the step; Ctrl-C again stops at once\n")
-    elif callable(previous):
+    elif asked and callable(previous):
         previous(number, frame)
     for each in asked:
-        if each._waiting_for_data:
+        if each._waits_for_data:
             each.raise_if_alone()

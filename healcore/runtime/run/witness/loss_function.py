@@ -230,6 +230,5 @@ class LossFunction:
                     parts = max(parts, self.run.batch_parts.divisible_parts(batch.content, least))
             clear_frames(error)  # the tensors of the pass that failed
             return _Failure(text, parts=parts)
-        # `fault.hint` is set for errors such as wrong shapes: the function is wrong.
-        is_wrong = fault.cause is Cause.UNKNOWN or bool(fault.hint)
+        is_wrong = fault.cause is Cause.UNKNOWN
         return _Failure(text, is_mistake=is_wrong or isinstance(error, SignalError))

@@ -9,11 +9,12 @@ from healcore.core.decision import Cause
 from healcore.events import Log
 from healcore.runtime.driver import NumberRange, WeightsChanged
 from healcore.runtime.reporting.run_log import RunLog
-from healcore.runtime.run.construction import add_comparing_parts
 from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.incidents.rate_log import RateLog
+from healcore.runtime.run.rollback.holding import Holding
 from healcore.runtime.run.trouble import Trouble
 from healcore.runtime.run.witness.evidence import ObservedBatch
+from healcore.runtime.run.witness.witness import FORWARD_PASS, Witness
 from tests.healer.step_records import record
 from tests.runtime.run.bare_driver import BareDriver
 from tests.runtime.run.bare_run import bare_run, schedule_of
@@ -78,7 +79,8 @@ class ToyRun:
         self.record = run.record
         run.schedule = schedule_of(run, interval)
         run.rate_log = RateLog(run)
-        add_comparing_parts(run, loss_fn, **options)
+        run.holding = Holding(run)
+        run.witness = Witness(run, loss_fn, options.pop("loss_fn_cost", FORWARD_PASS))
         self.witness, self.holding = run.witness, run.holding
         self.step = 0
         self.restorable: Any = range(10**9)

@@ -17,7 +17,7 @@ import torch
 from transformers.trainer_utils import get_last_checkpoint
 
 from healcore import Checkpoints
-from healcore.runtime.run.start_plan import StoreNotEmpty
+from healcore.runtime.run.start import StoreNotEmpty
 from healcore.runtime.store.manifest import scan
 from healcore.torch import AttachError, DCPStore, HealingCallback, heal_trainer
 from healcore.torch.trainers.huggingface.batch_loss import loss_fn_of

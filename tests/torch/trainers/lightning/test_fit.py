@@ -20,7 +20,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from healcore import Checkpoints
 from healcore.core.decision import Cause
-from healcore.runtime.run.start_plan import StoreNotEmpty
+from healcore.runtime.run.start import StoreNotEmpty
 from healcore.torch import LightningHealingCallback
 from healcore.torch.trainers.stored_run import newest_step
 from tests.healer.run_directory import new_process
