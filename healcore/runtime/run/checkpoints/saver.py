@@ -183,8 +183,6 @@ class Saver:
                 # Before the save: a restart from it has to know what is learnt here.
                 self.add_anchor()
             self.save_state_as(step, why)
-            if step not in self.run.known_checkpoints.restorable:
-                self.run.witness.drop_anchor(step)
 
     def add_anchor(self) -> None:
         """Adds the current weights as an anchor, with which later weights are compared.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -19,11 +19,10 @@ from healcore.runtime.run.envelope import Envelope
 from healcore.runtime.run.healthy_ranges import RATE_TOLERANCE, HealthyValues
 from healcore.runtime.run.rollback.remedy import RateFact
 from healcore.runtime.run.trouble import Trouble, TroubleCause
-from healcore.runtime.run.witness.evidence import SAMPLE_SIZE, Anchor
+from healcore.runtime.run.witness.evidence import SAMPLE_SIZE, Anchor, TrainedStep
 from healcore.runtime.run.witness.recent_steps import (
     REGULAR_INTERVAL,
     STEPS_BEFORE_SIGN,
-    SuspectSteps,
 )
 from healcore.runtime.store.ranks import broadcast
 
@@ -194,15 +193,15 @@ class Holding:
         Returns:
             What to hold, without regard to what is held already.
         """
-        suspects = None
+        suspects: list[TrainedStep] = []
         if trouble.cause is TroubleCause.BETTER_WEIGHTS:
             suspects = self.run.witness.recent.suspect_steps(trouble.onset, trouble.found_at)
-        norms = [] if suspects is None else [each.norms for each in suspects.steps]
+        norms = [each.norms for each in suspects]
         found = healthy.outside(self.run.driver.numbers(), norms, self._intervals(trouble, step))
         left_out = trouble.batches
         anchor = self.run.witness.state.anchor_of(step)
-        if suspects is not None and anchor is not None:
-            unusual = self._unusual_steps(suspects, anchor)
+        if suspects and anchor is not None:
+            unusual = self._unusual_steps(trouble.onset - STEPS_BEFORE_SIGN, suspects, anchor)
             left_out += tuple(self.run.journal.batches_of(unusual))
         return broadcast(self.run.ranks, replace(found, left_out=left_out))
 
@@ -210,31 +209,26 @@ class Holding:
         """Checkpoint intervals from a snapshot to the onset of a trouble; may be a fraction."""
         return (trouble.onset - step) / self.run.schedule.every
 
-    def _unusual_steps(self, suspects: SuspectSteps, anchor: Anchor) -> list[int]:
+    def _unusual_steps(
+        self, before: int, suspects: Sequence[TrainedStep], anchor: Anchor
+    ) -> list[int]:
         """Suspect steps whose batches are unusual under the better weights, ascending. Collective.
 
         A batch is unusual if its loss under the better weights exceeds the largest loss of the
-        sampled batches of all anchors from before the onset by more than their range.
+        sampled batches of all anchors from before the step `before` by more than their range.
         """
-        before = suspects.start - STEPS_BEFORE_SIGN
-        usual_by_index = {}
+        sampled: dict[int, TrainedStep] = {}
         for each in self.run.witness.state.anchors:
-            for step in each.sample:
-                if step.index < before:
-                    usual_by_index[step.index] = step
-        usual = [*usual_by_index.values()]
-        steps = [step for step in suspects.steps if step.batches and step.index >= anchor.step]
-        if len(usual) < SAMPLE_SIZE or not steps:
+            sampled |= {step.index: step for step in each.sample if step.index < before}
+        steps = [step for step in suspects if step.batches and step.index >= anchor.step]
+        if len(sampled) < SAMPLE_SIZE or not steps:
             return []  # the spread of a few losses says little
-        both = [*usual, *steps]
-        losses = self.run.witness.losses_of(both, anchor)
+        losses = self.run.witness.losses_of([*sampled.values(), *steps], anchor)
         if losses is None:
             return []
         under_better = [then for _, then in losses]
-        ordinary, rest = under_better[: len(usual)], under_better[len(usual) :]
-        limit = max(ordinary) + (max(ordinary) - min(ordinary))
-        high = []
-        for step, loss in zip(steps, rest, strict=True):
-            if not loss <= limit:  # written with `not`, so that a loss of NaN counts as high
-                high.append(step.index)
-        return high
+        usual = under_better[: len(sampled)]
+        limit = max(usual) + (max(usual) - min(usual))
+        rest = zip(steps, under_better[len(sampled) :], strict=True)
+        # Written with `not`, so that a loss of NaN counts as high.
+        return [step.index for step, loss in rest if not loss <= limit]

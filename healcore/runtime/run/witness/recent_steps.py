@@ -50,19 +50,6 @@ class Signs(NamedTuple):
     so many steps after a sign."""
 
 
-class SuspectSteps(NamedTuple):
-    """The steps that may have caused some trouble.
-
-    A rollback holds the norms of these steps below the healthy norms, and leaves out their
-    batches. A step that is missing here would do the same damage again.
-    """
-
-    start: int
-    """Step of the first sign."""
-    steps: list[TrainedStep]
-    """The steps around the first sign, and the later high steps, in order."""
-
-
 class RecentSteps:
     """Losses, gradient norms and batches of the last steps, in bounded memory.
 
@@ -184,26 +171,25 @@ class RecentSteps:
                 found[name] = min(step.norms.get(name, 0.0) for step in self._waiting)
         return found
 
-    def suspect_steps(self, onset: int, found: int) -> SuspectSteps | None:
-        """The steps that may have caused some trouble.
+    def suspect_steps(self, onset: int, found: int) -> list[TrainedStep]:
+        """The steps that may have caused some trouble, in order; empty if no high step is known.
 
         These are the steps around the first step of the burst that is nearest to the onset, and all
-        steps since the onset with a high loss or an unusual norm.
+        steps since the onset with a high loss or an unusual norm. A rollback holds the norms of
+        these steps below the healthy norms, and leaves out their batches. A step that is missing
+        here would do the same damage again.
 
         Args:
             onset: step at which the trouble began, as far as comparisons have shown.
             found: step at which it was found.
-
-        Returns:
-            The steps, or None if no high step is known.
         """
         starts = [first for first, _ in self.run.record.comparisons.bursts if first <= found]
         if not starts:
-            return None
+            return []
         start = min(starts, key=lambda first: abs(first - onset))
         steps = []
         for index in sorted(self._kept):
             is_around = start - STEPS_BEFORE_SIGN <= index < start + STEPS_AFTER_SIGN
             if is_around or index >= onset - STEPS_BEFORE_SIGN:
                 steps.append(self._kept[index])
-        return SuspectSteps(min(start, onset), steps)
+        return steps

@@ -188,17 +188,6 @@ class Witness:
         new.weights = self.run.driver.copy_weights()
         state.anchors = with_new(state.anchors, new)
 
-    def drop_anchor(self, step: int) -> None:
-        """Drops the anchor of a step whose checkpoint could not be saved.
-
-        A verdict about this anchor could not be carried out, because a rollback restores the
-        checkpoint and not the anchor.
-
-        Args:
-            step: step of the checkpoint.
-        """
-        self.state.anchors = [each for each in self.state.anchors if each.step != step]
-
     # -- after each step ------------------------------------------------------------------------
 
     def observe(self, result: StepResult) -> Trouble | None:
@@ -383,7 +372,7 @@ class Witness:
 
         Args:
             steps: the steps whose batches are evaluated.
-            anchor: the earlier weights. It is dropped if the parameters have changed since.
+            anchor: the earlier weights. All are dropped if the parameters have changed since.
             known: losses of the steps with the current weights, or None to evaluate these.
 
         Returns:
@@ -394,10 +383,9 @@ class Witness:
         losses, state = self.loss_function.losses(steps, anchor.weights, known), self.state
         evaluations = len(steps) if known else 2 * len(steps)
         state.spent = min(state.spent + evaluations, self._most + MAX_DEBT)
-        if losses is None and anchor in state.anchors:
-            state.anchors.remove(anchor)  # the next checkpoint makes an anchor
-            if state.verdict is not None:
-                state.forget_trouble()
+        if losses is None:  # the next checkpoint makes an anchor
+            state.anchors.clear()
+            state.forget_trouble()
         return losses
 
     # -- the verdict ----------------------------------------------------------------------------

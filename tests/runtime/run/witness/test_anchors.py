@@ -2,10 +2,7 @@
 
 import copy
 
-import pytest
-
 from healcore.runtime.run.witness.evidence import SAMPLE_SIZE, to_compare
-from tests.runtime.run.witness.arithmetic import MAX_CREDIT, THRESHOLD, TO_VERDICT
 from tests.runtime.run.witness.toy_driver import (
     OTHER_PARAMETERS,
     ToyRun,
@@ -93,47 +90,12 @@ def test_an_anchor_whose_checkpoint_is_gone_is_dropped():
     assert anchor_steps(run) == []
 
 
-@pytest.mark.parametrize(("changed", "found"), [(100, 200), (200, 100)])
-def test_an_anchor_of_other_parameters_costs_the_other_anchors_no_comparison(changed, found):
-    """The step that completes the evidence is compared with both anchors, the older one first."""
+def test_other_parameters_end_the_suspicion_and_all_anchors():
     run = healthy_run(250)
-    last = run.step + TO_VERDICT - 1
-    level = run.driver.weight + 5.0
-    while run.step < last:
-        assert run.take(run.step, weight=level, alarm=True) is None
-    assert not run.assessments, "the evidence is not complete yet"
-    anchor, other = run.witness.state.anchor_of(changed), run.witness.state.anchor_of(found)
-    assert anchor is not None
-    assert other is not None
-    anchor.weights, anchor.evidence = OTHER_PARAMETERS, 1.0
-    other.evidence = 0.9 * THRESHOLD
-    run.witness.state.spent = MAX_CREDIT
-
-    run.take(run.step, weight=level, alarm=True)
-
-    assert run.assessments == ["worse"]
-    verdict = run.witness.state.verdict
-    assert verdict is not None
-    assert (verdict.better_step, verdict.found_at) == (found, last)
-    assert run.witness.state.anchor_of(changed) is None
-    assert run.witness.state.spent > MAX_CREDIT, "the comparison with the other anchor is charged"
-
-
-def test_no_verdict_stands_about_weights_that_were_dropped_in_the_same_comparison():
-    """Nothing could test such a verdict again: the next comparison finds it about other weights."""
-    run = healthy_run(250)
-    last = run.step + TO_VERDICT - 1
-    level = run.driver.weight + 5.0
-    while run.step < last:
-        assert run.take(run.step, weight=level, alarm=True) is None
-    anchor = run.witness.state.anchor_of(200)
-    assert anchor is not None
-    anchor.weights = OTHER_PARAMETERS  # its strong evidence makes it the anchor of the verdict
-
-    run.take(run.step, weight=level, alarm=True)
-    assert run.witness.state.verdict is None
-
-    run.take(run.step, weight=level, alarm=True)
-    verdict = run.witness.state.verdict
-    assert verdict is not None
-    assert verdict.better_step == 100
+    assert train_damaged(run, 5) is None
+    assert run.witness.has_evidence
+    for anchor in run.witness.state.anchors:
+        anchor.weights = OTHER_PARAMETERS
+    run.take(run.step, alarm=True)
+    assert anchor_steps(run) == []
+    assert not run.witness.has_evidence
