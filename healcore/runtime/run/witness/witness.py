@@ -261,15 +261,14 @@ class Witness:
         run, state = self.run, self.state
         has_reason = self._has_reason and state.spent < self._most
         self._has_reason = False
+        begin = state.silent_until
         if state.verdict is not None:  # the run may recover until then
-            is_due = index >= state.verdict.recovers_until
-        else:
-            is_due = index >= state.silent_until and (has_reason or self.has_evidence)
-        return (
-            is_due
-            and self.is_enabled
-            and (run.journal.has_micro_steps or run.driver.may_save(run.schedule.every))
-        )
+            begin = state.verdict.recovers_until
+        if not self.is_enabled or index < begin:
+            return False
+        if not (has_reason or self.has_evidence):
+            return False
+        return run.journal.has_micro_steps or run.driver.may_save(run.schedule.every)
 
     def _compare(self, trained: TrainedStep, loss: float, best: Anchor | None) -> Trouble | None:
         """Compares with each eligible anchor.
@@ -297,7 +296,7 @@ class Witness:
                 verdict = self._verdict(index, better, rise)
             elif state.verdict is not None and anchor.evidence <= 1:
                 self._recover(index, state.verdict)
-        if verdict is None or state.anchor_of(verdict.better_step) is None:
+        if verdict is None or self.state.anchor_of(verdict.better_step) is None:
             return None  # its anchor may have been dropped after it was found
         if index >= verdict.recovers_until or self.run.ledger.same_trouble(verdict.onset):
             return verdict
