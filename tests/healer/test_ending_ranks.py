@@ -126,7 +126,7 @@ def main(root: Path, cases: list[str]) -> None:
         kind = case if case == "FSDP2" else "DDP"
         at = root / case
         seconds = TIMEOUT if case in TIMES_OUT else BOUND
-        gloo.MIN_TIMEOUT = timedelta(seconds=seconds)
+        gloo.TIMEOUT = timedelta(seconds=seconds)
         target = partial(train, case, at, kind)
         ended = run_ranks(at, WORLD, target, seconds=seconds, kills_after=GRACE)
         found: dict[str, Any] = {"statuses": ended.statuses}

@@ -6,7 +6,7 @@ digests, the copies in memory. It calls `JaxFormat`, its part for JAX, in this o
     state      {"params": {"w": array on 4 devices}, "step": 7}
       | add                      each array becomes a Leaf, with this process's shards as its parts
     FlatState  entries           structure and Python values, as JSON
-               leaves            "params.w" -> Leaf(parts, layout)
+               leaves            "params.w" -> Leaf(parts, its sharding)
       | on_host, copy_from_devices   shards -> host memory; the step may then reuse donated memory
     HostCopy
       | write_large              in the background; Orbax writes each array under its name
@@ -31,7 +31,7 @@ import threading
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,20 +62,6 @@ _ITEM = "state"
 """Name of the only checkpointable. Its tree is flat: array name -> array."""
 _this_thread = threading.local()
 """Its attribute `saves` is True while the thread writes arrays for an `OrbaxStore`."""
-
-
-class _Layout(NamedTuple):
-    """How the shards of a leaf form an array."""
-
-    sharding: jax.sharding.Sharding | None = None
-    """Sharding, or None for a NumPy array."""
-    committed: bool = False
-    """Whether JAX may not move the array to another device."""
-
-    @property
-    def spans(self) -> bool:
-        """Whether other processes hold shards of the array."""
-        return self.sharding is not None and not self.sharding.is_fully_addressable
 
 
 class JaxFormat(ArrayFormat):
@@ -148,10 +134,7 @@ class JaxFormat(ArrayFormat):
         Raises:
             ValueError: other processes hold shards that this process needs for the live sharding.
         """
-        sharding = None
-        if live is not None:
-            sharding = live.layout.sharding
-        return _array(leaf, sharding)
+        return _array(leaf, live.layout if live is not None else None)
 
     def decode_array(self, node: Mapping[str, Any], array: Any, live: Leaf | None) -> Any:
         """Makes what the program has saved from the array that the checkpoint holds.
@@ -166,9 +149,9 @@ class JaxFormat(ArrayFormat):
         """
         is_numpy, placement = node["kind"] in ("numpy", "scalar"), None
         if live is not None:
-            is_numpy = live.layout.sharding is None
-            if live.layout.committed:
-                placement = live.layout.sharding
+            is_numpy = live.layout is None
+            if not is_numpy and len(live.layout.device_set) > 1:
+                placement = live.layout
         if isinstance(array, np.ndarray) and not is_numpy:
             # Without a sharding it is not committed to a device. Replicas on a CPU share memory.
             # This is safe with donation: XLA never writes to memory that belongs to NumPy.
@@ -235,7 +218,7 @@ class JaxFormat(ArrayFormat):
         """Raises StoreError unless arrays that do not span processes are equal in all processes."""
         own = {}
         for leaf in flat.leaves.values():
-            if self._ranks.world > 1 and not leaf.layout.spans:
+            if self._ranks.world > 1 and not _spans(leaf):
                 digests = {}
                 for place, part in leaf.parts.items():
                     digests[place] = xxhash.xxh3_128_hexdigest(raw(part).data)
@@ -267,8 +250,8 @@ class JaxFormat(ArrayFormat):
             live = target.flat.leaves.get(name)
             if not math.prod(node["shape"]):  # an empty array is not stored
                 arrays[name] = np.empty(node["shape"], node["dtype"])
-            elif live is not None and live.layout.spans:
-                wanted[_escaped(name)] = ocp.ArrayRestoreArgs(sharding=live.layout.sharding)
+            elif live is not None and _spans(live):
+                wanted[_escaped(name)] = ocp.ArrayRestoreArgs(sharding=live.layout)
             else:
                 wanted[_escaped(name)] = ocp.RestoreArgs(restore_type=np.ndarray)
         if wanted:
@@ -325,7 +308,7 @@ def _encode_array(flat: FlatState, path: values.Path, value: Any) -> values.Node
         if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             kind, extra = "key", {"impl": str(jax.random.key_impl(value))}
             value = jax.random.key_data(value)
-        layout = _Layout(value.sharding, value.committed)
+        layout = value.sharding
         parts = {}
         for piece in value.addressable_shards:
             parts[_index_of(piece.index, value.shape)] = piece.data
@@ -336,7 +319,7 @@ def _encode_array(flat: FlatState, path: values.Path, value: Any) -> values.Node
         if isinstance(value, np.generic):
             kind = "scalar"
         value = np.asarray(value, value.dtype.newbyteorder("="))
-        layout = _Layout()
+        layout = None
         parts = {tuple((0, size) for size in value.shape): value}
     else:
         return None
@@ -344,9 +327,14 @@ def _encode_array(flat: FlatState, path: values.Path, value: Any) -> values.Node
     return {"array": {**node, **extra}}
 
 
+def _spans(leaf: Leaf) -> bool:
+    """Whether other processes hold shards of the array. NumPy's have no sharding."""
+    return leaf.layout is not None and not leaf.layout.is_fully_addressable
+
+
 def _to_write(leaf: Leaf) -> Any:
     """The array that Orbax writes."""
-    sharding = leaf.layout.sharding
+    sharding = leaf.layout
     if any(isinstance(part, jax.Array) for part in leaf.parts.values()):
         sharding = sharding.with_memory_kind(_PINNED)  # the copies stay in host memory
     return _array(leaf, sharding)

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-MIN_TIMEOUT = timedelta(minutes=10)
-"""Ranks write their parts of a checkpoint at different speeds, and wait for the slowest rank."""
+TIMEOUT = timedelta(minutes=30)
+"""Long, because ranks write their parts of a checkpoint at different speeds, and wait for the
+slowest rank. A rank that has ended is noticed at once."""
 
 
 class GlooRanks:
     """Exchanges over a gloo group, from any thread.
 
-    The group is separate, because saves exchange in a background thread during training. Its
-    time-out equals the default group's, but is at least `MIN_TIMEOUT`.
+    The group is separate, because saves exchange in a background thread during training.
 
     Args:
         members: default-group numbers of the ranks; empty for all ranks. These ranks have to create
@@ -32,7 +32,7 @@ class GlooRanks:
 
     def __init__(self, *, members: Sequence[int] = ()) -> None:
         group: Any = dist.new_group(
-            sorted(members) or None, _timeout(), backend="gloo", use_local_synchronization=True
+            sorted(members) or None, TIMEOUT, backend="gloo", use_local_synchronization=True
         )
         self.group = group
         self._pool = ThreadPoolExecutor(1, "healcore-exchange")
@@ -77,16 +77,6 @@ class GlooRanks:
         maxima = torch.tensor(values, dtype=torch.uint8)
         dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self.group)
         return maxima.tolist()
-
-
-def _timeout() -> timedelta | None:
-    """The default group's time-out, at least `MIN_TIMEOUT`, or None for torch's default."""
-    group: Any = dist.group.WORLD
-    try:
-        backends = [group._get_backend(device) for device in group._device_types]
-        return max(MIN_TIMEOUT, *(backend.options._timeout for backend in backends))
-    except Exception:  # a backend without a time-out
-        return None
 
 
 def is_distributed() -> bool:

@@ -344,7 +344,7 @@ def _statuses(saves: Sequence[CheckpointInfo]) -> dict[int, str]:
 
 def _damage(run: Run) -> dict[int, str]:
     """Step of each damaged checkpoint -> the damage."""
-    damage = run.known_checkpoints.damage
+    damage = [*run.known_checkpoints.damage.values()]
     return {each.step: f"damaged: {each.file} {each.difference}" for each in damage}
 
 

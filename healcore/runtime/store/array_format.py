@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -165,6 +165,8 @@ class HostCopy:
     """Waits for the copies from an accelerator, which are asynchronous."""
     record: bytes | None
     """The sealed record of the run, or None."""
+    history: AttemptHistory
+    """The attempts in the record."""
     attempt: int
     """Number of the attempt that saves the state, from 1."""
     created: float = field(default_factory=time.time)
@@ -337,7 +339,9 @@ class ArrayFormat(ABC):
         The copies from an accelerator are still running when it returns; `inspect` waits for them.
         See `CheckpointStore.save` for the arguments and errors.
         """
-        step = checked_step(step)
+        if not hasattr(step, "__index__") or int(step) < 0:
+            raise StoreError(f"step is a whole number >= 0, not {step!r}: pass the optimizer step")
+        step = int(step)
         sealed = None if record is None else sealed_record(record)
         try:
             flat = self.flatten(state)
@@ -346,7 +350,8 @@ class ArrayFormat(ABC):
             raise
         except Exception as error:
             raise SaveFailed(step, "while copying the state", error) from error
-        return HostCopy(step, flat, copied, sealed, max(1, len(AttemptHistory.of(record).starts)))
+        history = AttemptHistory.of(record)
+        return HostCopy(step, flat, copied, sealed, history, max(1, len(history.starts)))
 
     def _copy_leaves(self, flat: FlatState) -> Callable[[], object]:
         """Replaces the arrays by copies in host memory. Returns a function that waits for them."""
@@ -388,18 +393,13 @@ class ArrayFormat(ABC):
         copy.copied()
         return _nonfinite(copy.flat)
 
-    def nonfinite_in(
-        self, state: Mapping[str, Any], names: Collection[str] | None = None
-    ) -> tuple[str, ...]:
+    def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Names of the arrays in a state that hold NaN or Inf, allowed or not.
 
         Args:
             state: name -> value.
-            names: names of the arrays to look at, or None for all. Only these are copied.
         """
         flat = self.flatten(state)
-        if names is not None:
-            flat.leaves = {name: leaf for name, leaf in flat.leaves.items() if name in names}
         self._copy_leaves(flat)()
         self.release(flat)  # the next save reuses it
         return _nonfinite(flat)
@@ -565,21 +565,6 @@ def finite(data: np.ndarray, dtype: str) -> bool:
         if positive >= infinity or negative >= infinity | 1 << 8 * size - 1:
             return False
     return True
-
-
-def checked_step(step: Any) -> int:
-    """The number of a step as an int.
-
-    Args:
-        step: a whole number, also of NumPy.
-
-    Raises:
-        StoreError: it is not a whole number >= 0.
-    """
-    is_whole = hasattr(step, "__index__") and not isinstance(step, bool)
-    if not is_whole or int(step) < 0:
-        raise StoreError(f"step is a whole number >= 0, not {step!r}: pass the optimizer step")
-    return int(step)
 
 
 def sealed_record(record: Record) -> bytes:

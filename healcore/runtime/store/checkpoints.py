@@ -99,11 +99,8 @@ class CheckpointNotFound(StoreError):
     """Directory of the store, or "memory"."""
 
     def _message(self) -> str:
-        newest = ", ".join(map(str, self.existing[-5:])) or "none"
-        more = ""
-        if len(self.existing) > 5:
-            more = "..., "
-        return f"{self.location} has no checkpoint of step {self.step}; it has: {more}{newest}"
+        newest = first_of([*map(str, reversed(self.existing))]) or "none"
+        return f"{self.location} has no checkpoint of step {self.step}; it has: {newest}"
 
 
 CheckpointNotFound.__module__ = "healcore.errors"
@@ -320,31 +317,17 @@ class AttemptHistory(NamedTuple):
         return cls(tuple(each for each in starts if type(each) is int), known_good)
 
     @classmethod
-    def newest(cls, records: Mapping[int, Mapping[str, Any]]) -> AttemptHistory:
-        """The attempts in the newest of some records of the run, see `newest_record`.
+    def newest(cls, histories: Iterable[AttemptHistory]) -> AttemptHistory:
+        """The newest of some attempts of a run: those with the most starts.
 
         Args:
-            records: step of the checkpoint -> its record.
-        """
-        return cls.of(cls.newest_record(records))
-
-    @classmethod
-    def newest_record(cls, records: Mapping[int, Mapping[str, Any]]) -> Mapping[str, Any] | None:
-        """The newest of some records of the run, or None without records.
-
-        The newest record has the most attempts, and among records with as many attempts the largest
-        step.
-
-        Args:
-            records: step of the checkpoint -> its record.
+            histories: the attempts in each record.
         """
 
-        def key(step: int) -> tuple[int, int]:
-            return len(cls.of(records[step]).starts), step
+        def recency(each: AttemptHistory) -> tuple[int, int]:
+            return len(each.starts), each.known_good_up_to
 
-        if not records:
-            return None
-        return records[max(records, key=key)]
+        return max(histories, key=recency, default=cls())
 
     def abandons(self, step: int, attempt: int) -> bool:
         """Whether a rollback to an older step has followed the save of a checkpoint.
@@ -396,39 +379,19 @@ def choose_checkpoints(
     Raises:
         NoGoodCheckpoint: there is no such checkpoint.
     """
-    usable = [save for save in saves if save.finite and save.step <= onset]
-    known_good = {save.step for save in usable if save.status == "good"}
-    candidates = {save.step for save in usable if save.status == "candidate"}
-    if sound_until_onset:
-        known_good |= candidates
-    good = sorted(known_good, reverse=True)
-    last_resorts = candidates & set(initial) - known_good
-    choices = good + sorted(last_resorts, reverse=True)
+    usable = [save for save in saves if save.is_usable and save.step <= onset]
+    known_good = {save.step for save in usable if save.status == "good" or sound_until_onset}
+    last_resorts = {save.step for save in usable} & set(initial) - known_good
+    choices = sorted(known_good, reverse=True) + sorted(last_resorts, reverse=True)
     if not choices:
         raise NoGoodCheckpoint(
             f"no known-good checkpoint from before the onset at step {onset}, and no initial "
-            f"snapshot; there: {_listed(saves)}"
+            "snapshot: the store has none that a rollback may restore"
         )
-    deepest = max(len(good), 1)
-    chosen = choices[min(max(depth, 1), deepest) - 1]
+    chosen = choices[min(max(depth, 1), max(len(known_good), 1)) - 1]
     if tried and chosen >= min(tried):
-        older = [step for step in choices if step < min(tried)]
-        if older:
-            chosen = older[0]
-        else:
-            chosen = min(choices)
+        chosen = next((step for step in choices if step < min(tried)), min(choices))
     return tuple(step for step in choices if step <= chosen)
-
-
-def _listed(saves: Sequence[CheckpointInfo]) -> str:
-    """The newest checkpoints with their statuses, for a message."""
-    texts = []
-    for saved in saves[-5:]:
-        status: str = saved.status
-        if not saved.finite:
-            status = "not finite"
-        texts.append(f"{saved.step} ({status})")
-    return ", ".join(texts) or "none, and a rollback needs a store"
 
 
 class Keep(NamedTuple):
@@ -458,14 +421,12 @@ class Keep(NamedTuple):
         """Returns these numbers if they are valid.
 
         Raises:
-            StoreError: a number is not whole or too small, or `older` is not a bool.
+            StoreError: a number is not whole or too small.
         """
         for field, least in (("good", 1), ("candidates", 2)):
             value = getattr(self, field)
             if type(value) is not int or value < least:
                 raise StoreError(f"keep.{field} is a whole number >= {least}, not {value!r}")
-        if type(self.older) is not bool:
-            raise StoreError(f"keep.older is True or False, not {self.older!r}")
         return self
 
 
@@ -495,14 +456,18 @@ def superfluous(
     ordered = sorted(saves, key=lambda save: save.step)
     good = [s.step for s in ordered if s.status == "good"]
     candidates = [s.step for s in ordered if s.status == "candidate" and s.finite]
-    bad = [s.step for s in ordered if s.status == "candidate" and not s.finite]
-    abandoned = [s.step for s in ordered if s.is_abandoned]
-    older_good = set(good[: -keep.good])
+    surplus = {s.step for s in ordered if s.is_abandoned} | set(good[: -keep.good])
     if keep.older:
-        older_good -= _one_per_doubling(good, keep.good)
-    older_bad = bad[: max(0, len(bad) - nonfinite)]
-    surplus = _surplus_candidates(candidates, keep.candidates)
-    return sorted({*older_good, *abandoned, *older_bad, *surplus} - set(stay))
+        surplus -= _one_per_doubling(good, keep.good)
+    bad = [s.step for s in ordered if s.status == "candidate" and not s.finite]
+    surplus.update(bad[: max(0, len(bad) - nonfinite)])
+    while len(candidates) > keep.candidates:
+        # The oldest and the newest stay. The one whose neighbours are closest together goes first.
+        # Without the oldest, and with saves more frequent than the probation is long, every
+        # candidate would be deleted just before it is verified.
+        gaps = [after - before for before, after in zip(candidates, candidates[2:], strict=False)]
+        surplus.add(candidates.pop(1 + gaps.index(min(gaps))))
+    return sorted(surplus - set(stay))
 
 
 def _one_per_doubling(good: Sequence[int], newest: int) -> set[int]:
@@ -511,24 +476,6 @@ def _one_per_doubling(good: Sequence[int], newest: int) -> set[int]:
     The oldest step of each doubling stays, because the newest would never reach the next doubling.
     """
     by_doubling: dict[int, int] = {}
-    for step in reversed(good[:-newest]):
-        distance = good[-1] - step
-        by_doubling[distance.bit_length()] = step  # the older steps replace the newer ones
+    for step in reversed(good[:-newest]):  # the older steps replace the newer ones
+        by_doubling[(good[-1] - step).bit_length()] = step
     return set(by_doubling.values())
-
-
-def _surplus_candidates(steps: Sequence[int], limit: int) -> list[int]:
-    """The steps to delete so that at most `limit` stay, evenly spread.
-
-    The oldest and the newest stay. The step whose neighbours are closest together is deleted first.
-    Without the oldest, and with saves more frequent than the probation is long, every candidate
-    would be deleted just before it is verified.
-    """
-    remaining = list(steps)
-    surplus = []
-    while len(remaining) > limit:
-        # A gap is the distance between the two neighbours of a step, and is found at its place.
-        gaps = [after - before for before, after in zip(remaining, remaining[2:], strict=False)]
-        narrowest = 1 + gaps.index(min(gaps))
-        surplus.append(remaining.pop(narrowest))
-    return surplus

@@ -105,15 +105,6 @@ class StoredCheckpoint(NamedTuple):
     record: dict[str, Any] | None
     """The record of the run, or None if the checkpoint has no record."""
 
-    def damaged(self, file: str, difference: str) -> CheckpointDamaged:
-        """Makes the error for a damaged file of this checkpoint.
-
-        Args:
-            file: path of the file, relative to `folder`.
-            difference: what is wrong with it, such as "is missing".
-        """
-        return _damaged(self.folder, difference, file)
-
     def entries(self, rank: int) -> dict[str, Any]:
         """Structure and Python values of the state, for a rank, from a verified file.
 
@@ -143,7 +134,7 @@ class StoredCheckpoint(NamedTuple):
         except CRAFTED as error:
             reason = f"{type(error).__name__}: {error!s:.200}"
             why = f"holds a state that healcore does not write ({reason})"
-            raise self.damaged(STATE, why) from error
+            raise _damaged(self.folder, why, STATE) from error
 
 
 def complete(
@@ -217,9 +208,9 @@ def sweep(root: Path) -> list[str]:
     """
     removed: list[str] = []
     for folder in [root, *folders_of(root)]:
-        for path in _content_of(folder):
-            if files.TEMPORARY.fullmatch(path.name) and files.discard(path):
-                removed.append(path.relative_to(root).as_posix())
+        for name in _names_in(folder):
+            if files.TEMPORARY.fullmatch(name) and files.discard(folder / name):
+                removed.append((folder / name).relative_to(root).as_posix())
     return removed
 
 
@@ -242,12 +233,9 @@ def folders_of(root: Path, step: int | None = None) -> list[Path]:
     Returns:
         Paths, sorted by name. Empty if the directory cannot be read.
     """
-    found: list[Path] = []
-    for folder in _content_of(root):
-        of_step = step_of(folder)
-        if of_step is not None and step in (None, of_step):
-            found.append(folder)
-    return found
+    beginning = "step-" if step is None else f"step-{step:010d}."
+    names = [name for name in _names_in(root) if name.startswith(beginning)]
+    return [root / name for name in names if _STEP.fullmatch(name)]
 
 
 class FoundCheckpoints(NamedTuple):
@@ -273,6 +261,12 @@ class FoundCheckpoints(NamedTuple):
                 found[step] = first.record
         return found
 
+    @property
+    def history(self) -> AttemptHistory:
+        """The attempts in the newest record."""
+        records = self.records
+        return AttemptHistory.newest(AttemptHistory.of(records[step]) for step in records)
+
     def listed(self, nonfinite_ok: Collection[str]) -> list[CheckpointInfo]:
         """The complete checkpoints with their statuses.
 
@@ -282,7 +276,7 @@ class FoundCheckpoints(NamedTuple):
         entries: list[CheckpointInfo] = []
         for first, *_ in self.complete.values():
             entries.append(CheckpointInfo.of(first.manifest, str(first.folder), nonfinite_ok))
-        return AttemptHistory.newest(self.records).with_status(entries)
+        return self.history.with_status(entries)
 
 
 def scan(*roots: Path, step: int | None = None) -> FoundCheckpoints:
@@ -345,10 +339,10 @@ def find_damage(stored: StoredCheckpoint, rank: int = 0, world: int = 1) -> list
     def compare(name: str) -> None:
         try:
             if files.digest_of(stored.folder / name) != stored.manifest.files[name]:
-                errors.append(stored.damaged(name, files.DIFFERS))
+                errors.append(_damaged(stored.folder, files.DIFFERS, name))
         except (OSError, ValueError) as error:  # ValueError: a byte 0 in the name
             why = getattr(error, "strerror", error)
-            errors.append(stored.damaged(name, f"cannot be read ({why})"))
+            errors.append(_damaged(stored.folder, f"cannot be read ({why})", name))
 
     names = sorted(stored.manifest.files)[rank::world]
     files.map_in_threads(compare, names, stored.manifest.nbytes)
@@ -392,9 +386,9 @@ def _damaged(folder: Path, difference: str, file: str = MANIFEST) -> CheckpointD
     return CheckpointDamaged(step_of(folder) or 0, str(folder), file, difference)
 
 
-def _content_of(folder: Path) -> list[Path]:
-    """The sorted content of a directory; empty if it cannot be read."""
+def _names_in(folder: Path) -> list[str]:
+    """The sorted names in a directory; empty if it cannot be read."""
     try:
-        return sorted(folder.iterdir())
+        return sorted(os.listdir(folder))
     except OSError:
         return []

@@ -34,29 +34,24 @@ def checked_places(given: Any) -> Any:
         ValueError: the argument is of another type, names a directory twice, or has a store without
             a directory in a list.
     """
-    rule = "store is a path, a store, None, or a list of paths and stores"
-    if isinstance(given, list | tuple):
-        if not given:
-            raise ValueError(f'{rule}, as in store=["/local/run", "/shared/run"], not {given!r}')
+    if isinstance(given, list | tuple) and given:
         places = tuple(map(checked_places, given))
-        roots = [root_of(each) for each in places]
         if len(places) == 1:
             return places[0]
-        if None in roots:
+        roots = [root_of(each) for each in places]
+        if None in roots or len({*roots}) < len(roots):
             raise ValueError(
-                f"each store of a list has a directory, and {given[roots.index(None)]!r} has none: "
-                "leave it out. The newest checkpoints are in host memory too"
+                f"the stores of a list have different directories, and here {given!r}: leave out "
+                "stores in memory, the newest checkpoints are in host memory too"
             )
-        for root in roots:
-            if roots.count(root) > 1:
-                raise ValueError(
-                    f"the stores of a list are different directories, not twice {root}"
-                )
         return places
     is_path = isinstance(given, str | os.PathLike) and os.fspath(given)
     if given is None or is_path or isinstance(given, CheckpointStore):
         return given
-    raise ValueError(f'{rule}, as in store="runs/1", not {given!r}')
+    raise ValueError(
+        "store is a path, a store, None, or a list of paths and stores, as in "
+        f'store=["/local/run", "/shared/run"], not {given!r}'
+    )
 
 
 def root_of(place: Any) -> Path | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,6 @@ from healcore.runtime.store.array_format import (
     HostCopy,
     Record,
     Target,
-    checked_step,
     sealed_record,
 )
 from healcore.runtime.store.checkpoints import (
@@ -109,6 +108,8 @@ class CheckpointStore(Writer):
         """Step and array names of each save with disallowed NaN or Inf, for `take_nonfinite`."""
         self._last_step = -1
         """Step of the last copy, or -1."""
+        self._failed: list[Path] = []
+        """Folders of failed saves. A thread of the framework may still write there."""
         self._reported: set[str] = set()
         """Texts of problems with single directories that were reported."""
         if root is None or isinstance(root, str | os.PathLike):
@@ -152,8 +153,7 @@ class CheckpointStore(Writer):
         runs: dict[str, Path] = {}
         for root in self.roots:
             with suppress(StoreError):  # the first scan reports it
-                record = AttemptHistory.newest_record(manifest.scan(root).records)
-                if record is not None:
+                for record in manifest.scan(root).records.values():
                     runs.setdefault(str(record.get("run", "")), root)
         if len(runs) > 1:
             named = ", ".join(f"{root} has run {run}" for run, root in runs.items())
@@ -193,9 +193,9 @@ class CheckpointStore(Writer):
         join(self._writing)  # at most one copy is pending; several deletions may be
         try:
             copy = self.format.copy(step, state, record)
-        except Exception as error:
+        except Exception as failure:
             if self.ranks.world > 1:  # the other ranks would wait for this rank
-                self.submit(step, partial(self._fail_on_others, error))
+                self.submit(step, partial(self._fail_on_all, failure))
             raise
         self._last_step = copy.step
         self._inspecting = self.submit(copy.step, partial(self._inspect, copy))
@@ -219,14 +219,11 @@ class CheckpointStore(Writer):
             found.append(self._nonfinite.popleft())
         return found
 
-    def nonfinite_in(
-        self, state: Mapping[str, Any], names: Collection[str] | None = None
-    ) -> tuple[str, ...]:
+    def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Names of the arrays in a state that hold NaN or Inf, allowed or not; saves nothing.
 
         Args:
             state: as for `save`.
-            names: names of the arrays to look at, or None for all.
 
         Returns:
             The names on any rank, sorted.
@@ -236,7 +233,7 @@ class CheckpointStore(Writer):
         """
         if self.ranks.world > 1:
             self.join()  # the save in progress exchanges messages with the other ranks too
-        found = gather_results(self.ranks, lambda: self.format.nonfinite_in(state, names))
+        found = gather_results(self.ranks, lambda: self.format.nonfinite_in(state))
         return tuple(sorted(set().union(*found)))
 
     def _inspect(self, copy: HostCopy) -> None:
@@ -268,7 +265,7 @@ class CheckpointStore(Writer):
         if self.keep is None:
             return True
         following = self.keep.most - len(self.copies)
-        return following * copy.nbytes * self.ranks.world <= free_bytes() / 2
+        return following <= 0 or following * copy.nbytes * self.ranks.world <= free_bytes() / 2
 
     def _keep_none(self, copy: HostCopy) -> None:
         """Keeps no copies in memory from now on; StoreError for a store without a directory."""
@@ -289,7 +286,7 @@ class CheckpointStore(Writer):
         if self.keep is None:
             return
         saves = [CheckpointInfo.of(copy, None, self.nonfinite_ok) for copy in copies.values()]
-        attempts = AttemptHistory.newest(_records(copies))
+        attempts = AttemptHistory.newest(each.history for each in copies.values())
         surplus = superfluous(
             attempts.with_status(saves), self.keep, nonfinite=0, stay=self.protected
         )
@@ -310,7 +307,7 @@ class CheckpointStore(Writer):
         elsewhere = ""
         for root in self.roots:
             try:
-                self._write_to(root, copy)
+                self._write_checkpoint(root, copy)
                 elsewhere = elsewhere or str(root)
             except Exception as error:
                 failures.append(SaveFailed(copy.step, f"while writing to {root}", error))
@@ -320,10 +317,12 @@ class CheckpointStore(Writer):
         if copy not in self.copies.values():
             self.format.release(copy.flat)
 
-    def _write_to(self, root: Path, copy: HostCopy) -> None:
+    def _write_checkpoint(self, root: Path, copy: HostCopy) -> None:
         """Writes a checkpoint atomically. Every rank calls it; if one fails, all raise."""
 
         def begin() -> Path:
+            while self._failed:
+                files.discard(self._failed.pop())
             folder = files.new_temporary(root)
             folder.mkdir()
             return folder
@@ -341,16 +340,16 @@ class CheckpointStore(Writer):
         except Exception:
             if self.ranks.rank == 0:
                 files.discard(folder)
+                self._failed.append(folder)
             raise
 
-    def _fail_on_others(self, failure: Exception) -> None:
-        """Makes a save fail on the other ranks because this rank could not copy its state."""
+    def _fail_on_all(self, failure: Exception) -> None:
+        """Makes a save fail on every rank because this rank could not copy its state."""
 
         def fail() -> None:
             raise failure
 
-        with suppress(type(failure)):  # `save` raises it on this rank
-            run_on_each(self.ranks, fail)
+        run_on_each(self.ranks, fail)
 
     # -- listing ----------------------------------------------------------------------------------
 
@@ -368,7 +367,8 @@ class CheckpointStore(Writer):
         for step, copy in self.copies.items():
             if step not in saves or saves[step].attempt != copy.attempt:
                 saves[step] = CheckpointInfo.of(copy, None, self.nonfinite_ok)
-        attempts = AttemptHistory.newest(found.records | _records(self.copies))
+        histories = [found.history, *(copy.history for copy in self.copies.values())]
+        attempts = AttemptHistory.newest(histories)
         return attempts.with_status(saves[step] for step in sorted(saves))
 
     def steps_on_disk(self) -> list[int]:
@@ -388,7 +388,12 @@ class CheckpointStore(Writer):
         Raises:
             StoreError: no directory can be read, and memory is empty.
         """
-        return self._scan().records | _records(self.copies)
+        records = self._scan().records
+        for step, copy in self.copies.items():
+            record = copy.unsealed_record
+            if record is not None:
+                records[step] = record
+        return records
 
     def damaged(self) -> list[CheckpointDamaged]:
         """Checkpoints on disk that are too damaged for `checkpoints` to list. Reads no arrays.
@@ -443,7 +448,7 @@ class CheckpointStore(Writer):
             StateMismatch: the checkpoint was saved from another state.
             CheckpointNotFound: the step has no checkpoint.
         """
-        saves = self._find(step)
+        self.join()
         copy = self.copies.get(step)
         if all(self.ranks.gather(copy is not None)):
             assert copy is not None
@@ -451,7 +456,7 @@ class CheckpointStore(Writer):
             target = run_on_each(self.ranks, match)
             arrays = run_on_each(self.ranks, lambda: self.format.from_memory(copy, target))
             return Restored(self.format.assemble(target, arrays), copy.unsealed_record)
-        intact = self._first_intact(saves)
+        intact = self._first_intact(self._find(step))
         folder = intact.folder / manifest.DATA
 
         def read() -> tuple[Target, dict[str, Any] | None]:
@@ -484,7 +489,7 @@ class CheckpointStore(Writer):
         saves = self._find(step)
         copy = self.copies.get(step)
         if copy is not None:
-            copy.record = sealed
+            copy.record, copy.history = sealed, AttemptHistory.of(record)
             self._keep_in_memory(self.copies)
         attempt = saves[0].manifest.attempt if copy is None else copy.attempt
 
@@ -520,7 +525,6 @@ class CheckpointStore(Writer):
 
         Raises CheckpointNotFound, or CheckpointDamaged for an incomplete directory.
         """
-        step = checked_step(step)
         self.join()
         in_memory = all(self.ranks.gather(step in self.copies))
 
@@ -578,16 +582,6 @@ class CheckpointStore(Writer):
         if text not in self._reported:
             self._reported.add(text)
             self._failures.append(StoreError(text))
-
-
-def _records(copies: Mapping[int, HostCopy]) -> dict[int, dict[str, Any]]:
-    """The records of copies in memory by step."""
-    records: dict[int, dict[str, Any]] = {}
-    for step, copy in copies.items():
-        record = copy.unsealed_record
-        if record is not None:
-            records[step] = record
-    return records
 
 
 def free_bytes() -> float:

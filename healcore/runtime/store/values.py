@@ -3,8 +3,7 @@
 In the JSON an object is a node with one tag. All other values are stored unchanged:
 `null true 3 1.5 "text"`, `{"list": […]}`, `{"tuple": […]}`, `{"dict": [[key, value], …]}`,
 `{"float": "nan"}`, `{"bytes": base64}`, `{"complex": [re, im]}`, `{"array": {"name": …, …}}`,
-`{"deque": [[…], 5]}`, `{"set": […]}`, `{"range": [0, 9, 1]}`, `{"bytearray": base64}`,
-`{"defaultdict": ["int", {"dict": …}]}`.
+`{"deque": [[…], 5]}`, `{"set": […]}`.
 A `Counter` and an `OrderedDict` are like a "dict", with their own tag.
 Keys are nodes too, so that 0, "0" and (0, 1) stay apart: optimizers number their parameters.
 """
@@ -15,8 +14,7 @@ import base64
 import inspect
 import json
 import math
-import random
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -39,14 +37,10 @@ _PLAIN_TYPES = {type(None), bool, int, str}
 _KEY_TYPES = (str, int, float, bool, tuple, bytes, type(None))
 _SEQUENCES = {kind.__name__: kind for kind in (list, tuple, set, frozenset)}
 _DICTS = {"dict": dict, "OrderedDict": OrderedDict, "Counter": lambda items: Counter(dict(items))}
-_FACTORIES = {kind.__name__: kind for kind in (bytes, dict, float, int, list, set, str, tuple)}
-"""Factories of a defaultdict. Their names come from a file."""
 _LEAVES: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     float: (repr, float),  # NaN and Inf
     complex: (lambda x: [repr(x.real), repr(x.imag)], lambda x: complex(*map(float, x))),
-    range: (lambda x: [x.start, x.stop, x.step], lambda x: range(*x)),
     bytes: (lambda x: base64.b64encode(x).decode(), base64.b64decode),
-    bytearray: (lambda x: base64.b64encode(x).decode(), lambda x: bytearray(base64.b64decode(x))),
 }
 """Type -> encoder and decoder of the content of its node. The tag is the name of the type."""
 _FRAMEWORK_OF_PACKAGE = {"torch": "torch", "jax": "jax", "jaxlib": "jax"}
@@ -96,23 +90,12 @@ def encode(value: Any, path: Path, special: Special) -> Node:
         return {kind.__name__: _encode_parts(value, path, special)}
     if kind is deque:
         return {"deque": [_encode_parts(value, path, special), value.maxlen]}
-    if kind is defaultdict:
-        factory = value.default_factory
-        name = getattr(factory, "__name__", "")
-        if _FACTORIES.get(name) is factory:
-            return {"defaultdict": [name, encode(dict(value), path, special)]}
     node = special(path, value)
     if node is None:
-        advice = ""
-        if issubclass(kind, random.Random) or kind.__module__.startswith("numpy.random"):
-            advice = (
-                "; or draw from the global generators (numpy.random.normal, random.random), whose "
-                "states are in each checkpoint"
-            )
         raise UnsavableState(
             f"{path_text(path)} is a {class_name(kind).removeprefix('builtins.')}, which has no "
             "plain form: keep arrays, numbers, strings, lists, tuples and dictionaries in the "
-            f"state, or give the object a state_dict() that returns such values{advice}"
+            f"state, or give the object a state_dict() that returns such values"
         )
     return node
 
@@ -154,9 +137,6 @@ def decode(node: Node, fetch: Fetch) -> Any:
     if tag == "deque":
         parts, maxlen = content
         return deque(_decode_parts(parts, fetch), maxlen)
-    if tag == "defaultdict":
-        name, items = content
-        return defaultdict(_FACTORIES.get(name), decode(items, fetch))
     for kind, (_, decoder) in _LEAVES.items():
         if tag == kind.__name__:
             return decoder(content)
@@ -190,11 +170,6 @@ def arrays_of(node: Any) -> Iterator[dict[str, Any]]:
             yield from arrays_of(part)
 
 
-def to_json(node: Node) -> bytes:
-    """A node as the bytes of a JSON file."""
-    return json.dumps(node, separators=(",", ":"), allow_nan=False).encode()
-
-
 def dumps(value: Any, path: Path) -> str:
     """Converts the state of a loader or a random generator to text, with its arrays.
 
@@ -208,7 +183,8 @@ def dumps(value: Any, path: Path) -> str:
     Raises:
         UnsavableState: a part has no plain form.
     """
-    return to_json(encode(value, path, framework_node)).decode()
+    node = encode(value, path, framework_node)
+    return json.dumps(node, separators=(",", ":"), allow_nan=False)
 
 
 def loads(text: str, path: Path) -> Any:

@@ -99,7 +99,9 @@ def kept(root: Path) -> None:
         store.verify(step)
         check(store, step)
     store.replace_record(2, {"attempts": [0], "known_good_up_to": 2})
-    for step in superfluous(store.checkpoints(), Keep(good=1, candidates=2)):
+    surplus = superfluous(store.checkpoints(), Keep(good=1, candidates=2))
+    dist.barrier()
+    for step in surplus:
         store.delete(step)
     dist.barrier()
     assert [(s.step, s.status) for s in store.checkpoints()] == [(2, "good"), (3, "candidate")]

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from healcore import Healer
-from healcore.runtime.store import values
-from healcore.runtime.store.checkpoints import StateMismatch, UnsavableState
+from healcore.runtime.store.checkpoints import StateMismatch
 from healcore.torch.store import apply
 from tests.healer.run_directory import new_process
 from tests.runtime.store.store_cases import DCP, TORCH_MEMORY, over
@@ -61,12 +60,6 @@ def test_another_kind_of_generator_is_no_match(tmp_path: Path):
     for other in (random.Random(3), np.random.Generator(np.random.Philox(3)), torch.Generator()):
         with pytest.raises(StateMismatch, match="cannot be changed in place"):
             apply({"g": other}, store.restore(1, {"g": other}).state)
-
-
-def test_where_generators_are_not_saved_the_error_says_what_to_draw_from():
-    """As in the state of a JAX run."""
-    with pytest.raises(UnsavableState, match="draw from the global generators"):
-        values.dumps({"g": np.random.default_rng(3)}, ("x",))
 
 
 class Interrupted(Exception):

@@ -35,30 +35,25 @@ class KnownCheckpoints:
         """Step of the snapshot or checkpoint that this process started from, or None before."""
         self.newer_than_start: set[int] = set()
         """Steps of checkpoints newer than the resumed one: this process could not use them."""
-        self.damage: list[CheckpointDamaged] = []
-        """Errors of damaged checkpoints, as this process has found them."""
-        self._reported: set[tuple[str, bool]] = set()
-        """Path of each damaged checkpoint, and whether another copy was intact then."""
+        self.damage: dict[tuple[int, str, bool], CheckpointDamaged] = {}
+        """Step and path of each damaged checkpoint that this process has found, and whether another
+        copy was intact then -> the error."""
         self.nonfinite: list[tuple[int, tuple[str, ...]]] = []
         """Step and array names of each checkpoint of this process with disallowed NaN or Inf."""
-        self._nonfinite_now: dict[int, tuple[str, ...]] = {}
-        """Step -> names of such arrays, for the checkpoints of this attempt."""
-        self._finite: dict[int, bool] = {}
-        """Step of each checkpoint that is not abandoned -> whether it is finite as far as known."""
-        self._lost: set[int] = set()
-        """Steps of damaged checkpoints without another copy."""
+        self._steps: set[int] = set()
+        """Steps of the checkpoints that are not abandoned."""
+        self._bad: dict[int, tuple[str, ...]] = {}
+        """Those of this attempt with disallowed NaN or Inf, as far as known -> array names."""
 
     def listed(self) -> list[CheckpointInfo]:
         """The checkpoints in the store with their statuses, as this rank sees them.
 
-        Checkpoints that are known to be damaged are missing. `StoredCheckpoints.listed` returns the
-        checkpoints that all ranks see.
+        `StoredCheckpoints.listed` returns the checkpoints that all ranks see.
 
         Raises:
             StoreError: the store cannot be read.
         """
-        saves = self.run.record.attempt_history.with_status(self.run.store.checkpoints())
-        return [saved for saved in saves if saved.step not in self._lost]
+        return self.run.record.attempt_history.with_status(self.run.store.checkpoints())
 
     @property
     def restorable(self) -> set[int]:
@@ -67,7 +62,7 @@ class KnownCheckpoints:
         A checkpoint is among them while it is saved and inspected, because most saves turn out to
         be finite. It leaves the set when NaN or Inf, or damage, is found in it.
         """
-        return {step for step, finite in self._finite.items() if finite}
+        return self._steps - self._bad.keys()
 
     @property
     def last_good_step(self) -> int | None:
@@ -88,7 +83,7 @@ class KnownCheckpoints:
         shown yet. It becomes known-good after `[rollback] probation` healthy steps.
         """
         last = self.run.record.known_good_up_to
-        return sorted([at for at in self._finite if at > last])
+        return sorted(at for at in self._steps if at > last)
 
     def begin_attempt(self, step: int) -> None:
         """Begins an attempt at a step. Checkpoints of later steps are abandoned.
@@ -101,29 +96,26 @@ class KnownCheckpoints:
         """
         record = self.run.record
         self.run.store.take_nonfinite()
-        self._nonfinite_now = {}
         if self.started_from is None:
             self.started_from = step
-            for each in self.listed():
-                if not each.is_abandoned:
-                    self._finite[each.step] = each.finite
-            self.newer_than_start = {at for at in self._finite if at > step}
+            saves = [each for each in self.listed() if not each.is_abandoned]
+            self.newer_than_start = {each.step for each in saves if each.step > step}
+            self._steps = {each.step for each in saves if each.finite}
         record.attempts.append(step)
         record.known_good_up_to = min(record.known_good_up_to, step)
-        self._finite = {at: finite for at, finite in self._finite.items() if at <= step}
+        self._steps = {at for at in self.restorable if at <= step}
+        self._bad = {}
 
     def add(self, step: int) -> None:
         """Adds a checkpoint that is being saved.
 
         It counts as finite until the background has inspected it, so that a rollback that is
-        ordered in the meantime may use it. A save at a step whose earlier checkpoint was lost makes
-        the step usable again.
+        ordered in the meantime may use it.
 
         Args:
             step: step of the checkpoint.
         """
-        self._finite[step] = True
-        self._lost.discard(step)
+        self._steps.add(step)
 
     def remove(self, steps: Collection[int]) -> None:
         """Removes deleted or lost checkpoints.
@@ -133,7 +125,7 @@ class KnownCheckpoints:
         Args:
             steps: steps of the checkpoints.
         """
-        self._finite = {at: each for at, each in self._finite.items() if at not in steps}
+        self._steps.difference_update(steps)
 
     def end_due_probation(self) -> None:
         """Makes checkpoints known-good if their probation is over. Called once per step.
@@ -143,9 +135,8 @@ class KnownCheckpoints:
         for any more: without that, its list of unhealthy steps would grow for the whole run.
         """
         journal, on_probation = self.run.record.journal, self.on_probation
-        probation = self.run.policy.rollback.probation
-        may_end = on_probation and journal.next_step - on_probation[0] >= probation
-        if may_end and not journal.open:
+        steps = journal.next_step - on_probation[0] if on_probation else 0
+        if steps >= self.run.policy.rollback.probation and not journal.open:
             self.end_probation()
             # A rollback needs the steps since the newest known-good checkpoint.
             journal.drop_before(min([self.last_good_step or 0, *self.on_probation]))
@@ -163,7 +154,7 @@ class KnownCheckpoints:
                 break
             self.run.record.known_good_up_to = step
             self.read_nonfinite(step)
-            if self._finite[step]:
+            if step not in self._bad:
                 self.run.log.event("good", step=step)
 
     def read_nonfinite(self, up_to: float = math.inf) -> dict[int, tuple[str, ...]]:
@@ -175,23 +166,18 @@ class KnownCheckpoints:
             up_to: the newest save to wait for, by default the newest one of all.
         """
         for step, names in self.run.store.take_nonfinite(up_to):
-            if step in self._finite:
-                self._finite[step] = False
-            if step in self._nonfinite_now:
+            if step in self._bad:
                 continue
+            self._bad[step] = names
             problem = f"checkpoint {step} is not finite in {first_of(names)}"
             self.run.log.event("problem", step=step, problem=problem)
             if not self.nonfinite:
-                why = "A skipped step does not undo changes by the forward pass"
-                if self.run.policy.observes:
-                    why = "The policy only observes, so the steps with NaN were taken"
                 self.run.log.warning(
-                    f"{problem}: it can never be known-good. {why}. If NaN or Inf is expected in "
-                    "these arrays, name them in nonfinite_ok"
+                    f"{problem}: it can never be known-good. If NaN or Inf is expected in these "
+                    "arrays, name them in nonfinite_ok"
                 )
             self.nonfinite.append((step, names))
-            self._nonfinite_now[step] = names
-        return self._nonfinite_now
+        return self._bad
 
     def report_damage(self, error: CheckpointDamaged, *, other_copy: bool = False) -> None:
         """Reports a damaged checkpoint, with an event of the kind `damaged`.
@@ -203,24 +189,21 @@ class KnownCheckpoints:
             error: the error of the read, with the step and the path.
             other_copy: whether another copy of the checkpoint was intact. It then stays known-good.
         """
-        if self._reported & {(error.path, other_copy), (error.path, False)}:
+        key = error.step, error.path, other_copy
+        if key in self.damage:
             return
-        if (error.path, True) not in self._reported:
-            self.damage.append(error)
-        self._reported.add((error.path, other_copy))
+        self.damage[key] = error
         intact = other_copy or None  # an event without the field has no other copy
         self.run.log.event("damaged", step=error.step, problem=str(error), other_copy=intact)
 
     def lose(self, error: CheckpointDamaged) -> None:
         """Reports a damaged checkpoint on disk, and removes it if memory holds no copy.
 
-        With a copy in host memory, a rollback in this process can still restore the step. Without a
-        copy the checkpoint is missing in `listed` from now on.
+        With a copy in host memory, a rollback in this process can still restore the step.
 
         Args:
             error: the error of the read, with the step and the path.
         """
         self.report_damage(error)
         if error.step not in self.run.store.copies:
-            self._lost.add(error.step)
             self.remove({error.step})

@@ -13,13 +13,13 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from healcore.runtime.data import DataError
+from healcore.runtime.run.checkpoints.schedule import SaveReason
 from healcore.runtime.run.data_state import DATA_STATE_ITEM
 from healcore.runtime.store.checkpoints import (
     CheckpointDamaged,
@@ -41,41 +41,6 @@ MAX_CANDIDATES = 8
 """Max checkpoints on probation in a store, unless `keep` is set."""
 
 
-def default_keep(probation: int, every: int) -> Keep:
-    """The checkpoints to keep on disk by default: among others the candidates of one probation.
-
-    Args:
-        probation: healthy steps after which a checkpoint is known-good.
-        every: steps between two saves.
-    """
-    saves_per_probation = math.ceil(probation / every)
-    return Keep(candidates=min(saves_per_probation + 1, MAX_CANDIDATES), older=True)
-
-
-class SaveReason(StrEnum):
-    """Why a checkpoint is saved. The event `save` has the value."""
-
-    FIRST = "first"
-    """The snapshot before the first step."""
-    REGULAR = "regular"
-    """The schedule says so."""
-    ORDERED = "ordered"
-    """A rule of the policy or a hook says so. If a trainer saves, healcore calls the trainer."""
-    REQUESTED = "requested"
-    """The program has called `Healer.save`."""
-    ROLLBACK = "rollback"
-    """The target of a rollback is not on disk as it was restored."""
-    LAST = "last"
-    """The run ends."""
-    EMERGENCY = "emergency"
-    """An exception ends the run."""
-
-    @property
-    def adds_anchor(self) -> bool:
-        """Whether later weights are compared with the weights of this checkpoint."""
-        return self in (SaveReason.FIRST, SaveReason.REGULAR)
-
-
 class Saver:
     """Saves the checkpoints of one run.
 
@@ -84,7 +49,7 @@ class Saver:
 
     Args:
         run: the parts of the run.
-        keep: the checkpoints to keep on disk, or None for `default_keep`.
+        keep: the checkpoints to keep on disk, or None for those of one probation, and older ones.
     """
 
     def __init__(self, run: Run, keep: Keep | None) -> None:
@@ -93,14 +58,14 @@ class Saver:
         """Whether a run can resume exactly from a save at an exception."""
         self.unsaved: dict[int, str] = {}
         """Step whose save failed and was not repeated -> the problem."""
-        self._keep = keep or default_keep(run.policy.rollback.probation, run.schedule.every)
+        per_probation = math.ceil(run.policy.rollback.probation / run.schedule.every)
+        candidates = min(per_probation + 1, MAX_CANDIDATES)
+        self._keep = keep or Keep(candidates=candidates, older=True)
         """The checkpoints to keep on disk."""
         self._deleted_up_to = -1
         """`RunRecord.known_good_up_to` at the last deletion. It begins with the same value, -1."""
         self._deletions: deque[set[int] | Exception] = deque()
         """Results of the background: steps of deleted checkpoints, or the problem."""
-        self._failures = 0
-        """Number of failed saves of this process."""
         self._saved_once = False
         """Whether a save of this process has succeeded, so that the state can be saved."""
 
@@ -173,11 +138,7 @@ class Saver:
             why: becomes `why` of the event `save`. FIRST and REGULAR also add an anchor.
         """
         self.run.loop.note_steps()
-        with self.run.schedule.saving(
-            regular=why is SaveReason.REGULAR,
-            in_body=why is SaveReason.REQUESTED,
-            counts=why in (SaveReason.REGULAR, SaveReason.LAST),
-        ):
+        with self.run.schedule.saving(why):
             step = self.run.progress.step
             if why.adds_anchor and self.run.store.trainer_save is None:
                 # Before the save: a restart from it has to know what is learnt here.
@@ -263,24 +224,16 @@ class Saver:
                 self.run.log.problem(self.run.progress.step, str(error))
 
     def _save_failed(self, step: int, error: Exception) -> None:
-        """Notes a failed save, with a warning.
-
-        A directory of several that fails has a warning at its 1st, 2nd, 4th, ... failure: another
-        directory has the checkpoint.
-        """
-        is_elsewhere = isinstance(error, SaveFailed) and bool(error.elsewhere)
-        if not is_elsewhere:
+        """Notes a failed save, with a warning."""
+        if not (isinstance(error, SaveFailed) and error.elsewhere):
             if step not in self.run.store.copies:
                 self.run.known_checkpoints.remove({step})
             self.unsaved[step] = str(error)
-        self._failures += 1
         self.run.log.event("save_failed", step=step, problem=str(error))
-        is_power_of_two = self._failures & (self._failures - 1) == 0
-        if is_power_of_two or not is_elsewhere:
-            self.run.log.warning(f"checkpoint {step} was not saved: {error}")
+        self.run.log.warning(f"checkpoint {step} was not saved: {error}")
 
     def _queue_deletions(self, step: int) -> None:
-        """Queues the deletion of superfluous checkpoints, if the save of `step` succeeds.
+        """Queues the deletion of superfluous checkpoints after the save of `step`.
 
         Called when another checkpoint is known-good. Until then a rollback may need every
         checkpoint since the newest known-good one. The deletion is a job in the queue of the saves,
@@ -300,11 +253,9 @@ class Saver:
         attempts = record.attempt_history
 
         def choose() -> tuple[list[CheckpointInfo], int | None]:
-            """What to delete, and the newest known-good step; nothing without the save."""
+            """What to delete, and the newest known-good step."""
             saves = attempts.with_status(store.checkpoints())
             saves = [saved for saved in saves if saved.path or not store.durable]
-            if (step, len(attempts.starts)) not in {(each.step, each.attempt) for each in saves}:
-                return [], None
             good = [saved.step for saved in saves if saved.status == "good"]
             if targets:
                 stay.update([at for at in good if at < targets[-1]][-1:])
@@ -341,16 +292,13 @@ class Saver:
                 step = self.run.progress.step
                 self.run.log.event("problem", step=step, problem=str(result))
 
-    def nonfinite_in_state(self, arrays: Collection[str] | None = None) -> list[str]:
+    def nonfinite_in_state(self) -> list[str]:
         """Names of the arrays in the live state with disallowed NaN or Inf on any rank, sorted.
 
         An array that had NaN or Inf at the start of the run, such as a mask with -Inf, may have
         them later too. Any other array with NaN or Inf is damage that a checkpoint would keep.
-
-        Args:
-            arrays: names of the arrays to look at, or None for all. Only these are copied.
         """
-        found = self.run.store.nonfinite_in(self.items(), arrays)
+        found = self.run.store.nonfinite_in(self.items())
         return sorted(disallowed(found, self.run.store.nonfinite_ok))
 
     def save_if_not_finite(self) -> None:
@@ -393,10 +341,11 @@ class Saver:
                 return
         repeats_batches = self.resumes_exactly and (left_by_break or not completed)
         if not (schedule.may_save or repeats_batches):
-            lost = f"a restart resumes from step {schedule.last_saved}"
-            if completed:
-                lost = "the gradients since the last optimizer step have changed no weights"
-            self.run.log.problem(step, f"the run ends within an accumulation window: {lost}")
+            self.run.log.problem(
+                step,
+                "the run ends within an accumulation window: the gradients since the last "
+                "optimizer step have changed no weights",
+            )
             if not completed:
                 return
         if not repeats_batches:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from healcore.runtime.run.witness.witness import MAX_SHARE
@@ -26,6 +27,30 @@ _UNSAVED_INTERVALS = 3
 """Checkpoint intervals without a save after which a run warns."""
 FREE_S = 10.0
 """Seconds that the regular saves of a run may take in addition to `MAX_SHARE` of its time."""
+
+
+class SaveReason(StrEnum):
+    """Why a checkpoint is saved. The event `save` has the value."""
+
+    FIRST = "first"
+    """The snapshot before the first step."""
+    REGULAR = "regular"
+    """The schedule says so."""
+    ORDERED = "ordered"
+    """A rule of the policy or a hook says so. If a trainer saves, healcore calls the trainer."""
+    REQUESTED = "requested"
+    """The program has called `Healer.save`."""
+    ROLLBACK = "rollback"
+    """The target of a rollback is not on disk as it was restored."""
+    LAST = "last"
+    """The run ends."""
+    EMERGENCY = "emergency"
+    """An exception ends the run."""
+
+    @property
+    def adds_anchor(self) -> bool:
+        """Whether later weights are compared with the weights of this checkpoint."""
+        return self in (SaveReason.FIRST, SaveReason.REGULAR)
 
 
 class SaveSchedule:
@@ -109,10 +134,7 @@ class SaveSchedule:
             self._slow_saves_reported = True
             why = f"saves have taken {self._saving_s:.0f} s, more than 1 % of the time; "
             why += "Checkpoints(every=N) saves every N steps"
-        saved = self.last_saved
-        line = f"no checkpoint since step {saved} ({why}); a restart begins at step {saved}"
-        if saved is None:
-            line = f"no checkpoint yet ({why}); a restart begins at the first step"
+        line = f"no checkpoint since step {self.last_saved or 0} ({why}); a restart begins there"
         self.run.log.problem(self.run.progress.step, line)
 
     @property
@@ -153,24 +175,19 @@ class SaveSchedule:
         return any(step >= first for step in self.run.record.journal.unhealthy[-1:])
 
     @contextmanager
-    def saving(
-        self, *, regular: bool, in_body: bool = False, counts: bool = True
-    ) -> Iterator[None]:
+    def saving(self, why: SaveReason) -> Iterator[None]:
         """A context for the save of the current step.
 
-        Args:
-            regular: whether the schedule has asked for the save.
-            in_body: whether the program has asked for the save.
-            counts: whether the time of the save is limited. A save after a rollback has to be done
-                however long it takes.
+        The time of regular and last saves is limited. A save after a rollback has to be done
+        however long it takes.
         """
         began = time.monotonic()
         self.last_saved = self.run.progress.step
-        self.saved_in_body = in_body
-        if regular:
+        self.saved_in_body = why is SaveReason.REQUESTED
+        if why is SaveReason.REGULAR:
             self.last_regular = self.run.progress.step
         self.after_change = False
         self._next_warning = _UNSAVED_INTERVALS * self.every
         yield
-        if counts:
+        if why in (SaveReason.REGULAR, SaveReason.LAST):
             self._saving_s += time.monotonic() - began

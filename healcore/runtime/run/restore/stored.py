@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
@@ -123,7 +124,8 @@ class StoredCheckpoints:
 
     def newest_record(self) -> RunRecord | None:
         """The record of the newest step of the latest attempt, or None. Collective."""
-        return max(self.records().values(), key=_age, default=None)
+        records = self.records().values()
+        return max(records, key=lambda each: (len(each.attempts), each.step), default=None)
 
     def find_damage(self) -> None:
         """Reports checkpoints that are too damaged for a listing. Collective.
@@ -162,32 +164,27 @@ class StoredCheckpoints:
             StateMismatch: the first intact checkpoint does not fit the live state.
         """
         problems: list[str] = []
-
-        def note_damage(error: CheckpointDamaged) -> None:
-            problems.append(str(error))
-            self.run.known_checkpoints.report_damage(error)
-
         for step in steps:
-            restored = None
+            restored = failure = None
             try:
                 restored = self.run.store.restore(step, self.run.saver.items())
             except CheckpointNotFound:
                 pass
             except CheckpointDamaged as error:
-                note_damage(error)
+                failure = error
             # The ranks' copies in memory may differ.
-            if not all(self.run.ranks.gather(restored is not None)):
-                continue
-            assert restored is not None
-            loaded = self._load_on_all_ranks(step, restored, load)
-            if isinstance(loaded, Exception):
-                note_damage(self._damage_of(step, loaded))
-                continue
-            _, saved = loaded
-            if saved.problem:
-                at = step if now is None else now
-                self.run.log.event("problem", step=at, problem=saved.problem)
-            return loaded
+            if all(self.run.ranks.gather(restored is not None)):
+                assert restored is not None
+                loaded = self._load_on_all_ranks(step, restored, load)
+                if not isinstance(loaded, CheckpointDamaged):
+                    problem = loaded[1].problem
+                    if problem:
+                        self.run.log.event("problem", step=now or step, problem=problem)
+                    return loaded
+                failure = loaded
+            if failure is not None:
+                problems.append(str(failure))
+                self.run.known_checkpoints.report_damage(failure)
         reasons = "; ".join(problems) or "none of them is on every rank"
         raise NoGoodCheckpoint(f"no checkpoint of steps {list(steps)} can be restored: {reasons}")
 
@@ -223,44 +220,32 @@ class StoredCheckpoints:
         resets = self.run.policy.rollback.reset_moments
         return resets and self.run.record.repeats_undone_steps(step)
 
-    def _damage_of(self, step: int, error: Exception) -> CheckpointDamaged:
-        """The error of a checkpoint whose digests are intact, and whose values cannot be loaded."""
-        path = MEMORY
-        for saved in self.listed():
-            if saved.step == step:
-                path = saved.path or MEMORY
-                break
-        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        text = f"holds values that healcore does not write ({why})"
-        return CheckpointDamaged(step, path, "its content", text)
-
     def _load_on_all_ranks(
         self, step: int, restored: Restored, load: Callable[[SavedCheckpoint], T]
-    ) -> tuple[T, SavedCheckpoint] | Exception:
-        """Calls `load`, or returns the error of a rank whose values are damaged. Collective.
+    ) -> tuple[T, SavedCheckpoint] | CheckpointDamaged:
+        """Calls `load`, or returns the damage if the values of a rank cannot be loaded. Collective.
 
         Raises the error if the state does not fit or memory is exhausted on a rank.
         """
         result: tuple[T, SavedCheckpoint] | None = None
-        failure: Exception | None = None
+        failure: Exception = RankFailed("another rank cannot load it")
+        ends: bool | None = None  # whether the failure ends the search, or None without a failure
         try:
             saved = run_on_each(self.run.ranks, partial(self._checked, step, restored))
             saved = self._adapted_to_world(saved)
             result = load(saved), saved
+        except StateMismatch as error:
+            failure, ends = replace(error, step=step), True
         except Exception as error:
-            failure = error
-        if isinstance(failure, StateMismatch) and failure.step is None:
-            failure = StateMismatch(step, failure.differences)
-        ends: bool | None = None  # whether the failure ends the search, or None without a failure
-        if failure is not None:
-            ends = isinstance(failure, StateMismatch) or classify(failure).cause is Cause.OOM
+            failure, ends = error, classify(error).cause is Cause.OOM
         outcomes = self.run.ranks.gather(ends)
-        if result is not None and all(each is None for each in outcomes):
+        if result is not None and outcomes.count(None) == len(outcomes):
             return result
-        failure = failure or RankFailed("another rank cannot load it")
         if any(outcomes):
             raise failure
-        return failure
+        why = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
+        text = f"holds values that healcore does not write ({why})"
+        return CheckpointDamaged(step, self.run.store.place or MEMORY, "its content", text)
 
     def _checked(self, step: int, restored: Restored) -> SavedCheckpoint:
         """Checks healcore's part of a checkpoint. Malformed values raise any exception."""
@@ -314,16 +299,7 @@ class StoredCheckpoints:
         return saved._replace(data_state=SavedDataState(None, None, None, {}, positions))
 
 
-def _age(record: RunRecord) -> tuple[int, int]:
-    """Orders the records of a run by their time: number of attempts, and step."""
-    return len(record.attempts), record.step
-
-
 def _places(position: Positions | None) -> dict[str, tuple[Any, ...]]:
     """Name of a source -> its kind, epoch and batch, to compare the places of several ranks."""
-    places: dict[str, tuple[Any, ...]] = {}
-    if position is None:
-        return places
-    for name, each in position["sources"].items():
-        places[name] = each["kind"], each["epoch"], each["index"]
-    return places
+    sources = {} if position is None else position["sources"]
+    return {name: (at["kind"], at["epoch"], at["index"]) for name, at in sources.items()}

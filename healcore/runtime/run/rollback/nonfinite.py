@@ -319,7 +319,7 @@ class NonfiniteRecovery:
         if not batches or (loader is not None and loader.is_scan):
             return None
         arrays = last.trouble.arrays
-        if arrays and not run.saver.nonfinite_in_state(arrays):
+        if arrays and {*arrays}.isdisjoint(run.saver.nonfinite_in_state()):
             return None
         if not arrays and self.weights_are_finite():
             return None

@@ -9,7 +9,7 @@ import pytest
 from healcore.events import Log
 from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.checkpoints import schedule
-from healcore.runtime.run.checkpoints.schedule import SaveSchedule
+from healcore.runtime.run.checkpoints.schedule import SaveReason, SaveSchedule
 from healcore.runtime.run.progress import RunProgress
 from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.run_options import HostPolicy
@@ -35,8 +35,8 @@ class Steps:
         )
         self.schedule = SaveSchedule(run, every)
 
-    def save(self, *, regular: bool = True) -> None:
-        with self.schedule.saving(regular=regular):
+    def save(self, why: SaveReason = SaveReason.REGULAR) -> None:
+        with self.schedule.saving(why):
             pass
 
     def saved_until(self, end: int, *, alarms: Collection[int] = ()) -> Iterator[int]:
@@ -84,7 +84,7 @@ def test_a_policy_that_only_observes_delays_no_save():
 def test_a_save_of_another_kind_moves_no_regular_save():
     steps = begun()
     assert [*steps.saved_until(6)] == [4]
-    steps.save(regular=False)
+    steps.save(SaveReason.REQUESTED)
     assert (steps.schedule.last_saved, steps.schedule.last_regular) == (6, 4)
     assert [*steps.saved_until(9)] == [8]
 
@@ -112,7 +112,7 @@ def test_slow_saves_are_skipped_until_they_are_one_percent_of_the_time(every, sa
     now = 0.0
     monkeypatch.setattr(schedule, "time", SimpleNamespace(monotonic=lambda: now))
     steps = Steps(every)
-    with steps.schedule.saving(regular=True):
+    with steps.schedule.saving(SaveReason.REGULAR):
         now = 30.0
     now = 1990.0  # 10 s and 1 % of 1990 s are 29.9 s
     found = [*steps.saved_until(5)]
