@@ -144,7 +144,6 @@ def from_json_data(template: Any, data: Any, place: str) -> Any:
     """
     if template is None and data is None:
         return None
-    problem = ""
     if isinstance(template, np.ndarray):
         with suppress(TypeError, ValueError), np.errstate(all="ignore"):
             array = np.asarray(data, template.dtype if data == [] else None)
@@ -160,12 +159,8 @@ def from_json_data(template: Any, data: Any, place: str) -> Any:
                 from_json_data(part, data[name], f"{place}.{name}") for name, part in names.items()
             ]
             return tuple.__new__(type(template), parts)
-        missing, unknown = set(names) - set(data), set(data) - set(names)
-        problem = f"must have other keys: missing {sorted(missing)}, unknown {sorted(unknown)}"
-    if not problem:
-        form = to_json_data(template)
-        problem = f"must be finite, with the type and shape of {form!r:.80}, got {data!r:.80}"
     raise StateError(
-        f"{place} {problem}: the saved state is damaged, or belongs to another policy; load the "
-        "state with its own policy, or start from a fresh state"
+        f"{place} must be finite, with the form of {to_json_data(template)!r:.80}, got "
+        f"{data!r:.80}: the saved state is damaged, or belongs to another policy; load the state "
+        "with its own policy, or start from a fresh state"
     )
