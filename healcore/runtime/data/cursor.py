@@ -134,7 +134,7 @@ class Cursor:
         """Why the last `rewind` has failed, or None."""
         self._retries = retries
         self._reader_or_none: Reader | None = None
-        self.extend(epochs)
+        self.read_epochs(0, epochs)
 
     @property
     def _reader(self) -> Reader:
@@ -559,23 +559,15 @@ class Cursor:
         """
         if not self.can_rewind:
             return False
-        try:
-            target = self._decoded(position)
-        except DataError as error:
-            self._rewind_error = RewindObstacle(str(error))
-            return False
-        kind = self._reader.kind
-        if target.kind != kind:
-            self._rewind_error = RewindObstacle(
-                f"the position is of kind {target.kind!r}, and the run has another loader now",
-                f"{self.name} is of kind {kind!r}",
-            )
-            return False
-        before, states = self.position(), random_states()
+        before, states, was_at = self.position(), random_states(), (self.next_id, self.last_id)
         if not self.can_rewind:
             return False
-        was_at = self.next_id, self.last_id
         try:
+            target = self._decoded(position)
+            if target.kind != self._reader.kind:
+                raise DataError(
+                    f"it is of kind {target.kind!r}, and the run has another loader now"
+                )
             self._move_to(target, self._read_patiently)
         except Exception as error:  # the loader's code may raise anything
             reason = f"{self.name} does not accept the position"

@@ -188,9 +188,7 @@ def construct(options: Options, driver: Driver, ranks: Ranks, claims: Sequence[C
     run.step_batches = StepBatches(
         loaders=run.loaders, progress=run.progress, keeps_contents=loss_fn is not None
     )
-    run.batch_reader = BatchReader(
-        policy=policy, ranks=ranks, log=run.log, end_requests=run.end_requests
-    )
+    run.batch_reader = BatchReader(run)
     run.schedule = SaveSchedule(run, options.checkpoints.every)
     run.rate_log = RateLog(run)
     run.monitor = IncidentMonitor(run, options.hooks)

@@ -12,12 +12,9 @@ from healcore.core.decision import Cause
 from healcore.runtime.data import BatchId
 from healcore.runtime.data.source import SourceCursor
 from healcore.runtime.faults.classification import classify
-from healcore.runtime.reporting.run_log import RunLog
-from healcore.runtime.run_options import HostPolicy
-from healcore.runtime.store.ranks import Ranks
 
 if TYPE_CHECKING:
-    from healcore.runtime.run.ending.requests import EndRequests
+    from healcore.runtime.run.run import Run
 
 
 class BatchReader:
@@ -28,20 +25,11 @@ class BatchReader:
     window of reads.
 
     Args:
-        policy: its rule about data, and its table `[skip_batch]`.
-        ranks: the ranks. With several ranks, another batch replaces an unreadable batch.
-        log: the log, for the faults.
-        end_requests: the signals that ask the run to end, which end a loader's workers too.
+        run: the parts of the run.
     """
 
-    def __init__(
-        self, *, policy: HostPolicy, ranks: Ranks, log: RunLog, end_requests: EndRequests
-    ) -> None:
-        self._policy = policy
-        self._rank = ranks.rank
-        self._single_rank = ranks.world == 1
-        self._log = log
-        self._end_requests = end_requests
+    def __init__(self, run: Run) -> None:
+        self._run = run
         self._reads = 0
         """Number of reads of this process."""
         self._consecutive_failures = 0
@@ -67,6 +55,7 @@ class BatchReader:
             StopIteration: the last batch was read.
             Exception: any error of the loader that the policy does not skip.
         """
+        single_rank = self._run.ranks.world == 1
         while True:
             self._reads += 1
             try:
@@ -75,12 +64,12 @@ class BatchReader:
                 unreadable = loader.unreadable
                 if unreadable is None or not self._skips(loader, unreadable, error, step):
                     raise
-                if self._single_rank:
+                if single_rank:
                     continue
                 loader.unreadable = None  # it counts as read
                 return _copied(loader.substitute), unreadable
             self._consecutive_failures = 0
-            if not self._single_rank:
+            if not single_rank:
                 loader.substitute = _copied(batch)
             return batch, batch_id
 
@@ -89,13 +78,13 @@ class BatchReader:
 
         With several ranks another batch replaces it.
         """
-        if self._end_requests.signal_number is not None:
+        if self._run.end_requests.signal_number is not None:
             return False  # a signal kills a loader's workers too
-        fault = classify(error)
-        skips = "skip_batch" in self._policy.answers(Cause.DATA)
+        fault, single_rank = classify(error), self._run.ranks.world == 1
+        skips = "skip_batch" in self._run.policy.answers(Cause.DATA)
         if not skips or fault.cause not in (Cause.DATA, Cause.UNKNOWN) or error is self._last:
             return False
-        limits, failed = self._policy.skip_batch, self._failed_reads
+        limits, failed = self._run.policy.skip_batch, self._failed_reads
         in_a_row = self._consecutive_failures
         while failed and failed[0] <= self._reads - limits.within:
             failed.popleft()
@@ -105,7 +94,7 @@ class BatchReader:
                 f"{limits.within} were skipped, which is the limit of [skip_batch]"
             )
             return False
-        if not self._single_rank and loader.substitute is None:
+        if not single_rank and loader.substitute is None:
             return False
         failed.append(self._reads)
         self._consecutive_failures += 1
@@ -114,16 +103,17 @@ class BatchReader:
         lines = f"{type(error).__name__}: {error}".strip().splitlines()
         text = " ... ".join(dict.fromkeys((lines[0][:300], lines[-1][:300])))
         problem = f"{batch} cannot be read: {text}"
-        if self._single_rank:
+        if single_rank:
             loader.skipped_batch_ids.add(batch)
         else:
             problem += "; the previous batch is used in its place"
-        if self._rank:  # only rank 0 has a log
-            console.warning(f"rank {self._rank}: step {step}: {problem}")
+        rank = self._run.ranks.rank
+        if rank:  # only rank 0 has a log
+            console.warning(f"rank {rank}: step {step}: {problem}")
         # An unknown error of a batch is one of its data.
         fault = fault._replace(cause=Cause.DATA)
         ids, rows = [list(batch)], batch.rows and [batch.rows]
-        self._log.fault(step, fault, problem, answer="skip_batch", batches=ids, rows=rows)
+        self._run.log.fault(step, fault, problem, answer="skip_batch", batches=ids, rows=rows)
         return True
 
 
