@@ -638,7 +638,8 @@ class Cursor:
             batches, at = self._reader.resume(state, index)
         if generators is not None:
             set_generator_states(self._reader.generators, generators)
-        self._move(BatchId(epoch, at), batches, is_between=batches is None)
+        is_between = state is not None and batches is None
+        self._move(BatchId(epoch, at), batches, is_between=is_between)
         self._is_restored, self.is_used_up = True, False
         self._drop_until(target.batch, read)
         self._error = None
