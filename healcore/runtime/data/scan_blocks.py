@@ -22,14 +22,15 @@ def _whole_number(name: str, value: Any) -> int:
     raise ValueError(f"{name} is a whole number >= 1, not {value!r:.80}")
 
 
-class ScanBlocks(Reader):
+class ScanBlocks(Reader, Iterator[Any]):
     """Yields the number of each block's last update, which a `loss_fn` gets as its batch.
 
         blocks = ScanBlocks(10, every=4)
         [(blocks.first, int(last)) for last in blocks]  # [(0, 3), (4, 7), (8, 9)]
 
     It has no length: a restart may choose blocks of another size, so the number of blocks says
-    nothing about the end. Its state is the number of updates.
+    nothing about the end. Its state is the number of updates. It is an iterator, which has one
+    epoch: a restart with more updates continues after the last block.
 
     Args:
         updates: number of updates in all blocks.
@@ -52,22 +53,18 @@ class ScanBlocks(Reader):
         self.every = _whole_number("every", every)
         self.first = self.count = self._done = 0
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether no update is left."""
-        return self._done >= self.updates
-
-    def __iter__(self) -> Iterator[np.int32]:
-        while not self.is_finished:
-            self.first = self._done
-            self.count = min(self.every, self.updates - self._done)
-            self._done += self.count
-            yield np.int32(self._done - 1)
+    def __next__(self) -> np.int32:
+        if self._done >= self.updates:
+            raise StopIteration
+        self.first = self._done
+        self.count = min(self.every, self.updates - self._done)
+        self._done += self.count
+        return np.int32(self._done - 1)
 
     def begin(self) -> Iterator[Any]:
         """Begins with the first update."""
         self._done = 0
-        return iter(self)
+        return self
 
     def state(self, index: int, *, newest: bool) -> int:
         """The number of updates before the next block, or else before the newest block."""
@@ -76,4 +73,4 @@ class ScanBlocks(Reader):
     def resume(self, state: int, index: int) -> tuple[Iterator[Any], int]:
         """Continues after the updates of a state."""
         self._done = state
-        return iter(self), index
+        return self, index

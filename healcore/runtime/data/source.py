@@ -121,16 +121,7 @@ class SourceCursor(Cursor):
         self.first, self.in_loop, self.has_begun_before = number, True, False
 
     def next(self) -> tuple[Any, BatchId]:
-        """Reads the next batch, see `Cursor.next`.
-
-        After its last block a scan does not begin another epoch, so that a restart with more
-        updates continues there.
-
-        Raises:
-            StopIteration: the last batch was read, in this or in an earlier process.
-        """
-        if self.is_scan and self.loader.is_finished:
-            raise StopIteration
+        """Reads the next batch, see `Cursor.next`."""
         self.in_loop, self.left_by_break = True, False
         return super().next()
 

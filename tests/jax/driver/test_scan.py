@@ -285,7 +285,7 @@ def test_wrong_arguments_say_what_to_write():
         for wrong in ({"steps": 0, "every": 1}, {"steps": 5, "every": 2.5}):
             with pytest.raises(ValueError, match="a whole number >= 1"):
                 healer.scan(UPDATE, healer.state, **wrong)
-        with pytest.raises(ValueError, match=r"not an array of shape \(300, 4\).*data\[number\]"):
+        with pytest.raises(ValueError, match="a whole number >= 1, not Array"):
             healer.scan(UPDATE, healer.state, jnp.zeros((300, 4)), every=5)
         for result in (
             lambda state: state,
