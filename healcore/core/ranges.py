@@ -61,22 +61,15 @@ class Range(NamedTuple):
         if self.kind is int:
             return core_schema.int_schema(**bounds)
         number = core_schema.float_schema(**bounds, allow_inf_nan=False)
-        number = core_schema.no_info_wrap_validator_function(_checked_twice, number)
-        if not self.none:
-            return number
-        absent = core_schema.nullable_schema(number)
-        return core_schema.no_info_before_validator_function(_without_none, absent)
+        return core_schema.no_info_wrap_validator_function(self._read, number)
 
-
-def _checked_twice(value: Any, check: Callable[[Any], float]) -> float:
-    """The value, which also holds the bounds after rounding."""
-    number = check(value)
-    check(to_float32(number))
-    return number
-
-
-def _without_none(value: Any) -> Any:
-    return None if value == NONE else value
+    def _read(self, value: Any, check: Callable[[Any], float]) -> float | None:
+        """The value, which also holds the bounds after rounding."""
+        if self.none and (value is None or value == NONE):
+            return None
+        number = check(value)
+        check(to_float32(number))
+        return number
 
 
 def whole(at_least: int = 0, at_most: int = 10_000_000) -> Range:

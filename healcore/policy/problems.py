@@ -1,4 +1,4 @@
-"""`PolicyError`: every problem of a policy, each with its key, value, rule and correction."""
+"""`PolicyError`: the problems of a policy, each with its key, value, rule and correction."""
 
 from __future__ import annotations
 
@@ -27,23 +27,18 @@ class Problem(NamedTuple):
     """What to write instead."""
 
     def __str__(self) -> str:
-        lines = []
-        if self.key and self.value:
-            lines.append(f"{self.key} = {self.value}")
-        elif self.key or self.value:
-            lines.append(self.key or self.value)
-        lines += [f"  rule:  {self.rule}", f"  write: {self.write}"]
-        return "\n".join(lines)
+        received = " = ".join(filter(None, (self.key, self.value)))
+        return f"{received}\n  rule:  {self.rule}\n  write: {self.write}"
 
 
 class PolicyError(HealcoreError, ValueError):
     """An invalid policy. Raised when the policy is loaded, never during a run.
 
-    The message lists every problem of the policy, so that one correction of the file is enough.
+    The message lists every wrong value; without one, it lists every conflict between values.
 
     Attributes:
         source: the file, the preset's name, or "<text>".
-        problems: in the order of the documented keys.
+        problems: at least one.
         unreadable: the file could not be read.
     """
 
