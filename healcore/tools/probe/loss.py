@@ -30,7 +30,7 @@ from healcore.tools.probe.loss_curve import (
     values_to_learn,
 )
 from healcore.tools.traces import Trace, lineage
-from healcore.tools.traces.columns import JUDGED_SIGNALS
+from healcore.tools.traces.names import JUDGED_SIGNALS
 from healcore.tools.traces.trace import Rows, missing_signals
 
 _CURVE_POINTS = 512

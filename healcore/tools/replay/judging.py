@@ -18,7 +18,7 @@ from healcore.core.engine import Engine, EngineConfig, EngineState
 from healcore.core.signals import Signals
 from healcore.core.tape import to_program
 from healcore.core.trees import map_leaves
-from healcore.tools.traces.columns import JUDGED_SIGNALS
+from healcore.tools.traces.names import JUDGED_SIGNALS
 from healcore.tools.traces.trace import Rows, Trace
 
 _DECIDED = np.dtype(

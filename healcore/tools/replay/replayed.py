@@ -30,7 +30,7 @@ from healcore.policy import Policy, PolicyLike, dumps
 from healcore.policy.loader import resolve
 from healcore.tools.replay.judging import judge_trace
 from healcore.tools.report.page_report import MAX_LINES, PageReport
-from healcore.tools.traces.columns import JUDGED_SIGNALS
+from healcore.tools.traces.names import JUDGED_SIGNALS
 from healcore.tools.traces.trace import Trace, missing_signals
 
 
@@ -120,8 +120,6 @@ class Summary(NamedTuple):
     """Number of lines of the trace that could not be read."""
     unit: str = "step"
     """What the steps of this summary count: "step", or "epoch" or "row" in a log without steps."""
-    rounded: bool = False
-    """Whether the log rounds its steps, as "12K"."""
     judged_from: float | None = None
     """Step of the first row that all detectors judge, because they have learnt the rows before it.
     None if no detector learns the run first, or if the log is too short."""
@@ -336,7 +334,6 @@ def replay(trace: Trace, policy: PolicyLike, *, name: str | None = None) -> Repl
         inactive=inactive,
         problems=len(trace.problems),
         unit=trace.unit,
-        rounded=trace.rounded,
         judged_from=_judged_from(engine, inactive, rows),
         missing=missing_signals(trace),
         onsets=onsets,

@@ -163,10 +163,7 @@ def first_alarms(summaries: Sequence[Summary]) -> list[str]:
             judged = counted(summary.rows - summary.unjudged, "row")
             silent.append(f"{subject}: {missing or f'no alarm in {judged}'}")
             continue
-        preposition = "at"
-        if summary.rounded:
-            preposition = "near"
-        line = f"{subject}: first alarm {preposition} {summary.unit} {summary.first_alarm:.15g}"
+        line = f"{subject}: first alarm at {summary.unit} {summary.first_alarm:.15g}"
         if summary.judged_from is not None:
             start = f"{summary.unit} {summary.judged_from:.15g}"
             line += f"; all detectors judge from {start} on"

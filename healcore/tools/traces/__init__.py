@@ -7,7 +7,7 @@ rows = traces[0].rows
 rows.step, rows.values["loss"], rows.logged["loss"]
 """
 
-from healcore.tools.traces.columns import TraceError
+from healcore.tools.traces.names import TraceError
 from healcore.tools.traces.opening import open_traces, parse_columns
 from healcore.tools.traces.trace import Trace, lineage
 

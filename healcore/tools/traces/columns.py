@@ -1,89 +1,56 @@
-"""Reads the cells of one log as whole columns.
-
-Each reader of a format yields lines and cells, and `parse_rows` makes a `RawLog` of them: numbers
-for the step and the signals, and a problem for each cell that is no number.
-"""
+"""Makes the columns of a log from the records of a file: which are its rows, steps and signals."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import operator
 import re
-from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TextIO
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore import regular_file
 from healcore.console import counted
-from healcore.core.errors import HealcoreError
-
-SIGNALS = ("loss", "grad_norm", "eval_loss")
-"""Columns that are read from a log: signals of `healcore.core.signals`."""
-
-STEP, EPOCH = "step", "epoch"
-
-EPOCH_LENGTH = "epoch_length"
-"""Number of batches in an epoch, where a log counts its steps within each epoch."""
-
-JUDGED_SIGNALS = ("loss", "grad_norm")
-"""A row can be judged if it has one of these signals. Only these signals show where a run was
-resumed."""
-
-KNOWN_FORMATS = (
-    "a CSV file with a header, a W&B export (CSV), JSON Lines, trainer_state.json, console output "
-    "that names the numbers, a TensorBoard event file, or healcore's own metrics"
+from healcore.tools.traces.formats import (
+    Fields,
+    Records,
+    RowProblem,
+    UnjudgeableLog,
+    parse_number,
 )
-_HEAD_BYTES = 1 << 20
-"""Number of bytes from which the format of a file is recognized."""
-_NOT_LOGGED = frozenset({"", "none", "null", "na", "n/a", "<na>"})
-"""Texts of cells without a logged value. "nan" is a value."""
+from healcore.tools.traces.names import (
+    EPOCH,
+    EPOCH_LENGTH,
+    JUDGED_SIGNALS,
+    SIGNALS,
+    STEP,
+    TraceError,
+    find_columns,
+    normalize,
+    role,
+)
+
+_BLOCK = 4096
+"""Records that become columns at once."""
 _MAX_UNUSABLE = 0.1
 """Largest fraction of the lines of a column that may be unusable in a log that is judged."""
-_ABBREVIATED = re.compile(r"\s*(\d+)(?:\.(\d+))?\s*([kKMBGT])\s*")
-"""A number such as "12K": its whole part, its decimals and its unit."""
-_UNITS = {"k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
-BLOCK = 4096
-"""Rows that are parsed as columns, if their cells are plain numbers."""
-
-
-class TraceError(HealcoreError, ValueError):
-    """A trace cannot be read. The message has the file, the rule and the remedy.
-
-    For example, two columns may each be the loss, or no column has a known name. One unreadable
-    file does not end a command: `open_traces` returns the reason together with the other traces.
-    """
-
-
-class UnjudgeableLog(TraceError):
-    """A log can be read, but too little of it to judge the run.
-
-    For example, a fifth of the cells of the loss are damaged. A run that diverged in these rows
-    would look healthy in the other rows.
-    """
-
-
-class RowProblem(NamedTuple):
-    """Content of a file that could not be used, with its place.
-
-    Commands print problems with the path of the file, so that a user can look at the line.
-    """
-
-    line: int
-    """Line from 1, or 0 in a format without lines."""
-    text: str
-    """Description."""
-    unusable: bool = False
-    """Whether the line may have had a loss or a norm. A log with many such lines is not judged."""
+_ENGINE = "engine"
+"""Key with the name of the optimizer in healcore's metrics."""
+_SHARED = ("wall_time", "relative_time_process", "relative_time_wall", "created", "timestamp")
+"""Columns of a W&B export that all runs share, in addition to the step."""
+_RUN_NAME = re.compile(
+    r"(?:(?:run|trial|experiment|job)_)?(?:name|id|key)|run|trial|experiment|uuid|model"
+)
+"""Columns that identify a run. In the log of one run they have one value."""
+_RUN_FACTS = {"state", "status", "user", "created", "runtime", "sweep", "tags", "notes"}
+"""Columns that trackers add to a table of runs."""
 
 
 class RawLog(NamedTuple):
     """The rows of one file, or of one run in a file, as written.
 
-    A reader of a format makes raw logs. `join_logs` makes the trace of a run from the raw logs of
-    all its files. All arrays have one value for each row.
+    `join_logs` makes the trace of a run from the raw logs of all its files. All arrays have one
+    value for each row.
     """
 
     path: str
@@ -106,319 +73,286 @@ class RawLog(NamedTuple):
         return len(next(iter(self.logged.values())))
 
 
-def read_head(path: str) -> bytes:
-    """Reads the start of a file, from which the format of the file is recognized.
+class _Cells:
+    """The fields of many records that may be read, as columns.
+
+    Records may have hundreds of fields, which would need a gigabyte of memory in a long log.
 
     Args:
-        path: a regular file. Another kind of file, such as a pipe, could block the read forever.
-
-    Returns:
-        The first megabyte of the content.
-
-    Raises:
-        OSError: the file cannot be opened, or is no regular file.
+        records: the records of a file.
+        chosen: the keys that the user chose.
     """
-    with open(path, "rb", opener=regular_file.opener) as file:
-        return file.read(_HEAD_BYTES)
+
+    def __init__(self, records: Records, chosen: Mapping[str, str]) -> None:
+        self.lines: list[int] = []
+        self.columns: dict[str, list[Any]] = {}
+        self.names: dict[str, None] = {}
+        """The keys of all records, in the order of the file."""
+        self.forms: dict[tuple[str, ...], int] = {}
+        """The keys of a record -> number of this form."""
+        self.form_of: list[int] = []
+        """Number of the form of each record."""
+        while block := list(itertools.islice(records, _BLOCK)):
+            of_block: list[Fields] = [record for _, record in block]
+            keys = list(map(tuple, of_block))
+            for form in dict.fromkeys(keys):
+                for name in () if form in self.forms else form:
+                    if name not in self.names and _is_kept(name, chosen):
+                        self.columns[name] = [None] * len(self.lines)
+                    self.names[name] = None
+                self.forms.setdefault(form, len(self.forms))
+            self.form_of += map(self.forms.__getitem__, keys)
+            for name, column in self.columns.items():
+                column += [record.get(name) for record in of_block]
+            self.lines += [line for line, _ in block]
 
 
-def open_text(path: str) -> TextIO:
-    """Opens a log as text. One damaged byte does not make the other lines unreadable.
+def _is_kept(name: str, chosen: Mapping[str, str]) -> bool:
+    """Whether a field may be a step, a signal, or what identifies a run."""
+    metric = name.rpartition(" - ")[2]  # of a chart exported from Weights & Biases
+    own = {EPOCH_LENGTH, _ENGINE, *chosen.values()}
+    known = role(name)[0] or role(metric)[0] or _RUN_NAME.fullmatch(normalize(name))
+    return not own.isdisjoint((name, metric)) or known is not None
+
+
+def read_logs(
+    path: str, records: Records, problems: list[RowProblem], columns: Mapping[str, str]
+) -> list[RawLog]:
+    """Reads the logs in a file: one log, or one for each run or optimizer.
 
     Args:
-        path: a regular file, with or without a byte order mark.
+        path: the file.
+        records: the records of the file. Reading them adds to the problems.
+        problems: the lines that the reader could not use.
+        columns: the keys that the user chose, by signal or "step".
 
     Returns:
-        The open file, decoded as UTF-8. Line ends are unchanged, because csv needs them, and
-        invalid bytes become U+FFFD.
+        The logs, at least one. A run without a known column is a note of the first log.
 
     Raises:
-        OSError: the file cannot be opened, or is no regular file.
+        TraceError: no record has a loss or a gradient norm, or two keys may be the same signal.
+        UnjudgeableLog: the records are runs, or too many of them are damaged.
     """
-    return open(
-        path, encoding="utf-8-sig", errors="replace", newline="", opener=regular_file.opener
-    )
-
-
-def parse_number(value: Any) -> float | None:
-    """Parses a cell of a table, or a value of a JSON record.
-
-    Args:
-        value: a text, a number or None. A text may be abbreviated, such as "12.5K".
-
-    Returns:
-        The number, which may be NaN or infinity, or None for a text such as "" or "N/A".
-
-    Raises:
-        ValueError: the value is not a number, for example a text with words, or a bool.
-    """
-    if value is None or type(value) is float:
-        return value
-    if isinstance(value, str):
+    cells = _Cells(records, columns)
+    if not cells.names:
+        first = ""
+        if problems:
+            first = f": line {problems[0].line}: {problems[0].text}"
+        raise TraceError(f"it has no record that could be read{first}")
+    logs: list[RawLog] = []
+    reasons: list[str] = []
+    exported = _exported_runs(list(cells.names))
+    engines = list(dict.fromkeys(filter(None, cells.columns.get(_ENGINE, ()))))
+    for run, places in exported.items():
+        # --column may name the metric, or the whole title of one run's column.
+        own = {signal: name.removeprefix(f"{run} - ") for signal, name in columns.items()}
         try:
-            if "_" not in value:  # float() would accept 1_000, which is Python syntax
-                return float(value)
-        except ValueError:
-            pass
-        if value.strip().lower() in _NOT_LOGGED:
-            return None
-        if short := _ABBREVIATED.fullmatch(value):
-            return float(f"{short[1]}.{short[2] or 0}") * _UNITS[short[3]]
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except OverflowError:  # a whole number beyond float64
-            if value > 0:
-                return math.inf
-            return -math.inf
-    raise ValueError(f"{quote_excerpt(str(value))} is not a number")
+            found, notes = find_columns(list(places), own)
+        except TraceError as error:
+            if run is None:
+                raise
+            reasons.append(f"{path}: run '{run}': {error}")
+            continue
+        keys = {signal: places[name] for signal, name in found.items()}
+        _refuse_table_of_runs(cells, keys.get(STEP))
+        if EPOCH_LENGTH in cells.names:
+            keys[EPOCH_LENGTH] = EPOCH_LENGTH
+        notes = [f"{path}: {note}" for note in notes]
+        is_row = _is_row(cells, keys)
+        if len(exported) > 1:  # a row belongs to the runs that have a cell in it
+            own_columns = [cells.columns[keys[name]] for name in SIGNALS if name in keys]
+            rows = zip(*own_columns, strict=True)
+            is_row &= np.array([not {None, ""}.issuperset(row) for row in rows])
+        if len(engines) > 1:
+            for engine in engines:
+                of_engine = np.array([each == engine for each in cells.columns[_ENGINE]])
+                logs.append(
+                    _log(path, str(engine), cells, keys, is_row & of_engine, problems, notes)
+                )
+        else:
+            title = run
+            if len(exported) == 1:
+                title = None
+            logs.append(_log(path, title, cells, keys, is_row, problems, notes))
+    if not logs:
+        raise TraceError(reasons[0])
+    logs[0].notes.extend(reasons)
+    return logs
 
 
-def quote_excerpt(text: str) -> str:
-    """Quotes the start of a damaged text for a message.
+def _exported_runs(names: Sequence[str]) -> dict[str | None, dict[str, str]]:
+    """Finds the columns of each run in a chart exported from Weights & Biases, by metric.
 
-    Args:
-        text: a text of any length, with any characters.
-
-    Returns:
-        At most 40 characters of the text with quotes. Control characters are escaped, so that a
-        file cannot change the colours of a terminal.
+    Such a chart has one column for the steps and a column "RUN - METRIC" for every run. The columns
+    "RUN - METRIC__MIN" and "RUN - METRIC__MAX" have the extremes of a bin and are not read. Any
+    other log is one run, None.
     """
-    if len(text) > 40:
-        text = f"{text[:37]}..."
-    return repr(text)
+    shared: dict[str, str] = {}
+    runs: dict[str | None, dict[str, str]] = {}
+    for name in names:
+        run, dash, metric = name.rpartition(" - ")
+        if not dash:
+            shared[name] = name
+            plain = normalize(name)
+            if not (role(name)[0] == STEP or plain in _SHARED or plain.endswith("epoch")):
+                return {None: {each: each for each in names}}
+        elif not metric.endswith(("__MIN", "__MAX")) and metric not in ("_step", "_timestamp"):
+            runs.setdefault(run, {})[metric] = name
+    if not runs:
+        return {None: shared}
+    return {run: shared | own for run, own in runs.items()}
 
 
-def parse_rows(
+def _refuse_table_of_runs(cells: _Cells, step: str | None) -> None:
+    """Raises UnjudgeableLog if each row is another run, so that the loss of the rows is no curve.
+
+    A table of runs names another run in each row. A log may do so too, with an id of each line, but
+    its steps increase.
+    """
+    facts = _RUN_FACTS.intersection(map(normalize, cells.names))
+    for name, column in cells.columns.items():
+        if not _RUN_NAME.fullmatch(normalize(name)):
+            continue
+        runs = {cell for cell in column if isinstance(cell, str) and not cell.strip().isdecimal()}
+        is_curve = len(runs) <= max(1, 0.9 * len(column))
+        if step and not is_curve:
+            numbers, _, problems = _parse(cells.columns[step])
+            is_curve = not problems and bool((np.diff(numbers) > 0).all())
+        if len(facts) > 2 or not is_curve:
+            raise UnjudgeableLog(
+                f"it is a table of runs, with one run in each row (column '{name}'), and no curve "
+                "of a run. Export the history of a run: in W&B the chart as CSV, or run.history() "
+                "in Python"
+            )
+
+
+def _is_row(cells: _Cells, keys: Mapping[str, str]) -> np.ndarray:
+    """Finds the records that are rows, bool (n,), and completes their steps.
+
+    A record is a row if it has a signal, or if it is a record of a step that lacks its signals:
+    some programs leave out what is NaN. Such a record has no key that steps do not have.
+    """
+    signals = {keys[name] for name in SIGNALS if name in keys}
+    judged = {keys[name] for name in JUDGED_SIGNALS if name in keys}
+    places = {keys[name] for name in (STEP, EPOCH) if name in keys}
+    of_steps: set[str] = set()
+    for names in cells.forms:
+        if not judged.isdisjoint(names):
+            of_steps.update(names)
+    of_forms: list[bool] = []
+    for names in cells.forms:
+        has_place = not places or not places.isdisjoint(names)
+        lacks_signals = has_place and len(names) > 1 and of_steps.issuperset(names)
+        of_forms.append(lacks_signals or not signals.isdisjoint(names))
+    is_row = np.array(of_forms)[cells.form_of]
+    if STEP in keys and None in cells.columns[keys[STEP]]:
+        # A record of another kind may name its step in another way. An evaluation without a step
+        # belongs to the step before it.
+        steps = cells.columns[keys[STEP]]
+        for name, column in cells.columns.items():
+            if role(name)[0] == STEP:
+                both = zip(steps, column, strict=True)
+                steps = [other if own is None else own for own, other in both]
+        no_step = [judged.isdisjoint(names) for names in cells.forms]
+        last: Any = None
+        for at, form in enumerate(cells.form_of):
+            if steps[at] is None and no_step[form]:
+                steps[at] = last
+            if of_forms[form]:
+                last = steps[at]
+        cells.columns[keys[STEP]] = steps
+    return is_row
+
+
+def _log(
     path: str,
     run: str | None,
-    labels: Mapping[str, str],
-    rows: Iterable[tuple[int, Sequence[Any]]],
-    problems: list[RowProblem],
-    notes: list[str],
+    cells: _Cells,
+    keys: Mapping[str, str],
+    is_row: np.ndarray,
+    problems: Sequence[RowProblem],
+    notes: Sequence[str],
 ) -> RawLog:
-    """Parses the cells of a file, and adds damaged cells to its problems.
+    """Parses the cells of the rows of a log; rows without a finite step are left out.
 
-    Args:
-        path: the file, for messages.
-        run: name of the run in a file with several runs, or None.
-        labels: what problems call each column, by signal and "step", if the file has steps.
-        rows: the line and the cells or JSON values of each row, in the order of the labels. A row
-            without a finite step is skipped.
-        problems: the problems that the reader of the file has found. The reader adds more while it
-            yields rows. The list is changed in place.
-        notes: remarks on the file.
-
-    Returns:
-        The log. Its problems are in the order of the lines.
-
-    Raises:
-        UnjudgeableLog: more than a tenth of the lines of a column cannot be used.
+    Raises UnjudgeableLog if more than a tenth of the lines of a column cannot be used.
     """
-    columns = Columns(labels, problems)
-    remaining = iter(rows)
-    while True:
-        before = len(problems)
-        block = list(itertools.islice(remaining, BLOCK))
-        # The reader has added its own problems while it yielded the block. They are put between
-        # the problems of the rows, in the order of the lines.
-        of_reader = problems[before:]
-        columns.damaged[""] += [each for each in of_reader if each.unusable]
-        if not block:
-            break
-        if columns.add_plain([cells for _, cells in block]):
-            continue
-        del problems[before:]
-        for line, cells in block:
-            while of_reader and of_reader[0].line < line:
-                problems.append(of_reader.pop(0))
-            columns.add_row(line, cells)
-        problems += of_reader
-    arrays = {name: np.array(column) for name, column in columns.numbers.items()}
-    masks = {name: np.array(mask, bool) for name, mask in columns.logged.items()}
-    for name, found in columns.damaged.items():
-        usable = len(arrays[min(arrays)])
-        if name in masks:
-            usable = int(masks[name].sum())
-        _refuse_unusable(found, usable)
-    if STEP in arrays and any(columns.units):
-        arrays[STEP] = _spread_rounded_steps(arrays[STEP], np.array(columns.units))
-        notes = [*notes, f"{path}: {ROUNDED}"]
-    return RawLog(path, run, arrays, masks, problems, notes)
+    rows = np.flatnonzero(is_row)
+    numbers: dict[str, np.ndarray] = {}
+    logged: dict[str, np.ndarray] = {}
+    found: dict[str, dict[int, str]] = {}
+    for name, key in keys.items():
+        column = cells.columns[key]
+        of_rows = column if len(rows) == len(column) else [column[row] for row in rows]
+        if name == STEP:
+            of_rows = [_before_slash(cell) if type(cell) is str else cell for cell in of_rows]
+        numbers[name], logged[name], found[name] = _parse(of_rows)
+    has_step = np.isfinite(numbers.get(STEP, np.zeros(len(rows))))
+    problems = list(problems)
+    damaged = {"": [each for each in problems if each.unusable]}
+    for name, texts in found.items():
+        damaged[name] = []
+        for at, text in texts.items() if name in SIGNALS else ():
+            if has_step[at]:
+                text = f"'{keys[name]}': {text}: the row is read without {name}"
+                line = cells.lines[rows[at]]
+                damaged[name].append(RowProblem(line, text, unusable=name in JUDGED_SIGNALS))
+    for at in np.flatnonzero(~has_step).tolist():
+        text = found[STEP].get(at, "missing or not finite")
+        # A line without a step and a loss is no step of the run, such as the mean of an epoch.
+        values = [cells.columns[keys[name]][rows[at]] for name in JUDGED_SIGNALS if name in keys]
+        text = f"'{keys[STEP]}': {text}: the row is skipped"
+        is_step = values[0] not in (None, "")
+        damaged[STEP].append(RowProblem(cells.lines[rows[at]], text, unusable=is_step))
+    masks = {name: mask[has_step] for name, mask in logged.items() if name in SIGNALS}
+    for name, of_column in damaged.items():
+        usable = int(masks[name].sum()) if name in masks else int(has_step.sum())
+        _refuse_unusable([each for each in of_column if each.unusable], usable)
+        if name:
+            problems += of_column
+    problems.sort(key=lambda problem: problem.line)
+    columns = {name: column[has_step] for name, column in numbers.items()}
+    return RawLog(path, run, columns, masks, problems, list(notes))
 
 
-class Columns:
-    """The columns of a log while its rows are parsed. Arguments as for `parse_rows`."""
-
-    def __init__(self, labels: Mapping[str, str], problems: list[RowProblem]) -> None:
-        self.labels = labels
-        self.problems = problems
-        self.numbers: dict[str, array[float]] = {}
-        self.logged: dict[str, bytearray] = {}
-        for name in labels:
-            self.numbers[name] = array("d")
-            if name in SIGNALS:
-                self.logged[name] = bytearray()
-        self.units = array("d")
-        """Rounding of each step: 1000 for "1K", 0 for an exact step."""
-        self.damaged: dict[str, list[RowProblem]] = {
-            "": [each for each in problems if each.unusable]
-        }
-
-    def add_plain(self, rows: Sequence[Sequence[Any]]) -> bool:
-        """Adds rows as whole columns, which takes a fraction of the time of row after row.
-
-        Args:
-            rows: the cells of at most `BLOCK` rows, in the order of the labels.
-
-        Returns:
-            False if a cell is no plain number and not empty, or a step is not finite. Then no row
-            was added, and `add_row` has to add each of them.
-        """
-        found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        for name, cells in zip(self.labels, zip(*rows, strict=True), strict=True):
-            column = plain_column(cells)
-            if column is None or (name == STEP and not np.isfinite(column[0]).all()):
-                return False
-            found[name] = column
-        for name, (numbers, logged) in found.items():
-            self.numbers[name].frombytes(numbers.tobytes())
-            if name in SIGNALS:
-                self.logged[name] += logged.tobytes()
-            if name == STEP:
-                self.units.frombytes(bytes(numbers.nbytes))
-        return True
-
-    def add_row(self, line: int, cells: Sequence[Any]) -> None:
-        """Adds a row, and what is damaged in it to the problems.
-
-        Args:
-            line: line of the row in the file, or 0 in a format without lines.
-            cells: the cells or JSON values, in the order of the labels. A row whose step is
-                missing or damaged is not added. A damaged cell of a signal counts as not logged.
-        """
-        labels = self.labels
-        values: dict[str, float | None] = {}
-        placeholders: list[str] = []  # names of the columns in which the program printed N/A
-        for (name, label), cell in zip(labels.items(), cells, strict=True):
-            number: float | None = None
-            problem: object = None
-            try:
-                if name == STEP:
-                    number = parse_number(_before_slash(cell))
-                else:
-                    number = parse_number(cell)
-            except ValueError as error:
-                problem = error
-            if name == STEP and (number is None or not math.isfinite(number)):
-                if problem is None:
-                    problem = number
-                    if number is None:
-                        problem = "missing"
-                text = f"{label}: {problem}: the row is skipped"
-                # A line without a step and a loss is no step of the run, such as the mean of an
-                # epoch in another column.
-                of_row = dict(zip(labels, cells, strict=True))
-                value = of_row.get("loss", of_row.get("grad_norm"))
-                self._add_damage(name, RowProblem(line, text, unusable=value not in (None, "")))
-                return
-            if problem is not None and name in SIGNALS:
-                text = f"{label}: {problem}: the row is read without {name}"
-                self._add_damage(name, RowProblem(line, text, unusable=name in JUDGED_SIGNALS))
-            if _is_placeholder(cell):
-                placeholders.append(name)
-            values[name] = number
-        if placeholders and all(values.get(name) is None for name in JUDGED_SIGNALS):
-            text = f"{labels[placeholders[0]]}: N/A: the row has neither a loss nor a norm"
-            name = placeholders[0]
-            self._add_damage(name, RowProblem(line, text, unusable=name != "eval_loss"))
-        for (name, number), cell in zip(values.items(), cells, strict=True):
-            if name in SIGNALS:
-                self.logged[name].append(number is not None)
-            if name == STEP:
-                self.units.append(_rounding(cell))
-            if number is None:
-                number = math.nan
-            self.numbers[name].append(number)
-
-    def _add_damage(self, name: str, problem: RowProblem) -> None:
-        """Adds a problem of the column `name`."""
-        self.problems.append(problem)
-        if problem.unusable:
-            self.damaged.setdefault(name, []).append(problem)
-
-
-def plain_column(cells: Sequence[Any]) -> tuple[np.ndarray, np.ndarray] | None:
-    """Parses cells as `parse_number` does, if all are numbers or all texts of numbers, or empty.
-
-    Args:
-        cells: the n cells of a column.
-
-    Returns:
-        The numbers, float64 (n,), NaN for no value; and whether there is a value, bool (n,). None
-        for any other cells.
-    """
-    kinds = set(map(type, cells))
-    try:
-        if kinds <= {float, int}:
-            return np.array(cells, np.float64), np.ones(len(cells), bool)
-        if kinds <= {float, int, type(None)}:
-            empty = None
-        elif kinds == {str} and "_" not in "".join(cells):
-            empty = ""
-        else:
-            return None
-        numbers = [math.nan if cell == empty else float(cell) for cell in cells]
-    except (ValueError, OverflowError):
-        return None
-    return np.array(numbers, np.float64), np.array([cell != empty for cell in cells], bool)
-
-
-ROUNDED = (
-    "its steps are rounded (1K, 2.5M): rows with the same number are spread evenly up to the next"
-)
-
-
-def _is_placeholder(cell: Any) -> bool:
-    """Whether a program printed N/A in place of a number. An empty cell is just not logged."""
-    return isinstance(cell, str) and cell.strip().lower() == "n/a"
-
-
-def _before_slash(cell: Any) -> Any:
+def _before_slash(cell: str) -> str:
     """The step in a text like "10/1000"."""
-    if not isinstance(cell, str):
-        return cell
     step, slash, length = cell.partition("/")
     if slash and step.strip().isdecimal() and length.strip().isdecimal():
         return step
     return cell
 
 
-def _rounding(cell: Any) -> float:
-    """The unit to which a text is rounded: 1000 for "1K", 100 for "1.2K", 0 for an exact number."""
-    if not isinstance(cell, str):
-        return 0.0
-    short = _ABBREVIATED.fullmatch(cell)
-    if short is None:
-        return 0.0
-    decimals = len(short[2] or "")
-    return _UNITS[short[3]] / 10**decimals
+def _parse(cells: Sequence[Any]) -> tuple[np.ndarray, np.ndarray, dict[int, str]]:
+    """Parses n cells with `parse_number`.
 
-
-def _spread_rounded_steps(step: np.ndarray, unit: np.ndarray) -> np.ndarray:
-    """Spreads rows with the same rounded step evenly up to the next number.
-
-    The rows stay distinct and in order, and each is less than a unit from its step.
+    Returns the numbers, float64 (n,), NaN for no number; whether there is a value, bool (n,); and
+    what is wrong with a cell, by its row.
     """
-    spread = step.copy()
-    edges = [0, *(1 + np.flatnonzero(np.diff(step))).tolist(), len(step)]
-    for start, stop in itertools.pairwise(edges):
-        if unit[start] and stop - start > 1:
-            gap = unit[start]
-            if stop < len(step) and 0 < step[stop] - step[start] <= unit[start]:
-                gap = step[stop] - step[start]
-            spread[start:stop] += np.arange(stop - start) * gap // (stop - start)
-    return spread
+    problems: dict[int, str] = {}
+    kinds = set(map(type, cells))
+    try:
+        if kinds <= {float, int, type(None)}:  # a fraction of the time of cell after cell
+            logged = np.ones(len(cells), bool)
+            if type(None) in kinds:
+                logged = np.array([cell is not None for cell in cells], bool)
+            return np.array(cells, np.float64), logged, problems
+        if kinds == {str} and "_" not in "".join(cells):
+            return np.array([*map(float, cells)]), np.ones(len(cells), bool), problems
+    except (OverflowError, ValueError):
+        pass
+    numbers = np.full(len(cells), math.nan)
+    logged = np.zeros(len(cells), bool)
+    for at, cell in enumerate(cells):
+        try:
+            number = parse_number(cell)
+        except ValueError as error:
+            problems[at] = str(error)
+            continue
+        if number is not None:
+            numbers[at] = number
+            logged[at] = True
+    return numbers, logged, problems
 
 
 def _refuse_unusable(problems: Sequence[RowProblem], usable: int) -> None:
@@ -428,7 +362,7 @@ def _refuse_unusable(problems: Sequence[RowProblem], usable: int) -> None:
     """
     count = len(problems)
     if count > 1 and count > _MAX_UNUSABLE * (count + usable):
-        first = min(problems, key=operator.itemgetter(0))
+        first = problems[0]
         where = "first: "
         if first.line:
             where = f"first in line {first.line}: "

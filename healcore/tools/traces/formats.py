@@ -1,41 +1,213 @@
-"""Reads the records of each format: JSON Lines, JSON documents, TensorBoard."""
+"""Reads the records of each format: CSV, JSON Lines, JSON documents, TensorBoard.
+
+A reader yields the line and the fields of each record, and adds what it cannot use to a list of
+problems.
+"""
 
 from __future__ import annotations
 
-import functools
-import itertools
+import csv
 import json
+import math
 import mmap
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TextIO
 
-import numpy as np
 from pydantic_core import from_json
 
 from healcore import adapter_registry, regular_file
-from healcore.tools.traces.columns import (
-    EPOCH,
-    EPOCH_LENGTH,
-    JUDGED_SIGNALS,
-    SIGNALS,
-    STEP,
-    RawLog,
-    RowProblem,
-    TraceError,
-    UnjudgeableLog,
-    open_text,
-    parse_number,
-    parse_rows,
-    plain_column,
-    quote_excerpt,
-)
-from healcore.tools.traces.names import find_columns, is_known, is_step, normalize
-from healcore.tools.traces.printed import Fields, Records
+from healcore.console import counted
+from healcore.tools.traces.names import EPOCH, SIGNALS, STEP, TraceError, has_role
 
-MAX_LAYOUTS = 1000
-"""Sets of keys that are remembered. A file in which each record has other keys needs no memory."""
-LOG_HISTORY = re.compile(r'"log_history"\s*:\s*\[')
+Fields = dict[str, Any]
+"""A record: cells or JSON values by name, without nesting."""
+
+Records = Iterator[tuple[int, Fields]]
+"""Line number (0 in a format without lines) and fields of each record."""
+
+_NOT_LOGGED = frozenset({"", "none", "null", "na", "n/a", "<na>"})
+"""Texts of cells without a logged value. "nan" is a value."""
+_MAX_LAST = 2
+"""Largest number of unusable rows at the end of a table that is judged."""
+_BLOCK_CHARACTERS = 1 << 20
+"""Characters of JSON Lines that are parsed at once."""
+
+
+class UnjudgeableLog(TraceError):
+    """A log can be read, but too little of it to judge the run.
+
+    For example, a fifth of the cells of the loss are damaged. A run that diverged in these rows
+    would look healthy in the other rows.
+    """
+
+
+class RowProblem(NamedTuple):
+    """Content of a file that could not be used, with its place.
+
+    Commands print problems with the path of the file, so that a user can look at the line.
+    """
+
+    line: int
+    """Line from 1, or 0 in a format without lines."""
+    text: str
+    """Description."""
+    unusable: bool = False
+    """Whether the line may have had a loss or a norm. A log with many such lines is not judged."""
+
+
+def open_text(path: str) -> TextIO:
+    """Opens a log as text. One damaged byte does not make the other lines unreadable.
+
+    Args:
+        path: a regular file, with or without a byte order mark.
+
+    Returns:
+        The open file, decoded as UTF-8. Line ends are unchanged, because csv needs them, and
+        invalid bytes become U+FFFD.
+
+    Raises:
+        OSError: the file cannot be opened, or is no regular file.
+    """
+    return open(
+        path, encoding="utf-8-sig", errors="replace", newline="", opener=regular_file.opener
+    )
+
+
+def parse_number(value: Any) -> float | None:
+    """Parses a cell of a table, or a value of a JSON record.
+
+    Args:
+        value: a text, a number or None.
+
+    Returns:
+        The number, which may be NaN or infinity, or None for a text such as "" or "N/A".
+
+    Raises:
+        ValueError: the value is not a number, for example a text with words, or a bool.
+    """
+    if value is None or type(value) is float:
+        return value
+    if isinstance(value, str):
+        try:
+            if "_" not in value:  # float() would accept 1_000, which is Python syntax
+                return float(value)
+        except ValueError:
+            pass
+        if value.strip().lower() in _NOT_LOGGED:
+            return None
+    elif isinstance(value, int) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError:  # a whole number beyond float64
+            return math.copysign(math.inf, value)
+    raise ValueError(f"{quote_excerpt(str(value))} is not a number")
+
+
+def quote_excerpt(text: str) -> str:
+    """Quotes the start of a damaged text for a message.
+
+    Args:
+        text: a text of any length, with any characters.
+
+    Returns:
+        At most 40 characters of the text with quotes. Control characters are escaped, so that a
+        file cannot change the colours of a terminal.
+    """
+    if len(text) > 40:
+        text = f"{text[:37]}..."
+    return repr(text)
+
+
+def table_rows(path: str, problems: list[RowProblem]) -> Records:
+    """Reads the rows of a CSV file with a header.
+
+    A program that was restarted may have written another header; it names the cells below it.
+
+    Args:
+        path: the file. Its columns are separated by commas, semicolons, tabs or bars.
+        problems: gets a problem for each row of another width than its header.
+
+    Yields:
+        The last line of a row, and its cells by name, with None for a column of the first header
+        that a later header lacks.
+
+    Raises:
+        TraceError: the file has no header, or the header has a name twice.
+        UnjudgeableLog: the last rows cannot be used.
+    """
+    with open_text(path) as file:
+        first_line = next(filter(str.strip, file), "")
+        file.seek(0)
+        rows = csv.reader(file, delimiter=max(",;\t|", key=first_line.count))
+        names: list[str] = []
+        absent: Fields = {}
+        count = 0
+        last: list[RowProblem] = []  # the unusable rows since the last usable row
+        while True:
+            cells: list[str] = []
+            problem = ""
+            try:
+                cells = next(rows)
+            except StopIteration:
+                break
+            except csv.Error as error:  # a cell of more than 131,072 characters
+                problem = str(error)
+                if not names:
+                    raise TraceError(f"this is not a table: {problem}") from None
+            if not problem:
+                if len(cells) < 2 and not "".join(cells).strip():
+                    continue
+                if not names or (not cells[0][:1].isdigit() and _is_header(cells)):
+                    absent |= dict.fromkeys(names)
+                    names = _header(cells)
+                    continue
+            count += 1
+            width = len(names)
+            if not problem and (len(cells) < width or any(cells[width:])):
+                problem = f"{counted(len(cells), 'cell')} where the header has {width}"
+            if not problem:
+                last = []
+                yield rows.line_num, absent | dict(zip(names, cells, strict=False))
+                continue
+            # A line of text has no number.
+            unusable = not cells or any(map(_is_number, cells))
+            problems.append(RowProblem(rows.line_num, f"{problem}: the row is skipped", unusable))
+            if unusable:
+                last.append(problems[-1])
+    if len(last) > _MAX_LAST:
+        raise UnjudgeableLog(
+            f"the last {len(last):,} of {count:,} rows cannot be used, first in line "
+            f"{last[0].line}: {last[0].text}. Write a header above rows with other columns"
+        )
+
+
+def _is_header(cells: list[str]) -> bool:
+    """Whether a row below the header of a table is a header."""
+    return not any(map(_is_number, cells)) and has_role(cells, (STEP, EPOCH, *SIGNALS))
+
+
+def _header(cells: list[str]) -> list[str]:
+    """The names of the columns. Raises TraceError for data, or a name that is there twice."""
+    names = [cell.strip() for cell in cells]
+    if all(map(_is_number, names)):
+        raise TraceError(
+            f"its first line is data, not a header: '{','.join(names)[:60]}'. Write the names of "
+            "the columns above it: step,loss,grad_norm"
+        )
+    seen: set[str] = set()
+    for name in filter(None, names):
+        if name in seen:
+            raise TraceError(f"two columns have the name '{name}': rename one of them")
+        seen.add(name)
+    return names
+
+
+def _is_number(cell: str) -> bool:
+    """Whether a cell has a number."""
+    try:
+        return parse_number(cell) is not None
+    except ValueError:
+        return False
 
 
 def json_lines(path: str, problems: list[RowProblem]) -> Records:
@@ -48,30 +220,42 @@ def json_lines(path: str, problems: list[RowProblem]) -> Records:
     Yields:
         Line number from 1, and the object of the line.
     """
+    number = 0
     with open_text(path) as file:
-        for number, line in enumerate(file, 1):
-            text = line.strip()
-            if not text:
-                continue
+        while lines := file.readlines(_BLOCK_CHARACTERS):
+            text = ",".join(lines)
             try:
-                value = json_value(text)
+                values = _json_value(f"[{text}]")  # faster than line after line
             except (ValueError, RecursionError):
-                cut = ""
-                if not line.endswith(("\n", "\r")):
-                    cut = " (the last line is truncated)"
-                message = f"not JSON{cut}: {quote_excerpt(text)}: skipped"
-                # A text without braces is no record: programs print it between records.
-                is_record = "{" in text or "}" in text
-                problems.append(RowProblem(number, message, unusable=is_record))
-                continue
-            if isinstance(value, dict):
-                yield number, value
-            else:
-                text = f"not a JSON object: {quote_excerpt(text)}: skipped"
-                problems.append(RowProblem(number, text, unusable=True))
+                values = []
+            if len(values) != len(lines):
+                values = [_value_of_line(line) for line in lines]
+            is_nested = text.count("{") > sum(["{" in line for line in lines])
+            for value, line in zip(values, lines, strict=True):
+                number += 1
+                if isinstance(value, dict):
+                    if is_nested:
+                        value = flatten(value)
+                    yield number, value
+                elif line.strip():
+                    what = "not a JSON object"
+                    if not line.endswith(("\n", "\r")):
+                        what += " (the last line is truncated)"
+                    # A text without braces is no record: programs print it between records.
+                    is_record = value is not None or "{" in line or "}" in line
+                    message = f"{what}: {quote_excerpt(line.strip())}: skipped"
+                    problems.append(RowProblem(number, message, unusable=is_record))
 
 
-def json_value(text: str) -> Any:
+def _value_of_line(line: str) -> Any:
+    """The JSON value of a line, or None for a line that has none."""
+    try:
+        return _json_value(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _json_value(text: str) -> Any:
     """The value of `json.loads`, and its errors.
 
     pydantic's parser takes a third of the time of `json`. It accepts no text that `json` rejects,
@@ -86,6 +270,31 @@ def json_value(text: str) -> Any:
         return json.loads(text)
 
 
+def typed_steps(path: str, problems: list[RowProblem]) -> Records:
+    """Reads the records of steps in healcore's metrics.
+
+    Args:
+        path: a file of JSON Lines. It also has records of saves and faults, whose numbers belong
+            to no step.
+        problems: as for `json_lines`.
+
+    Yields:
+        The records of `json_lines` that have the type of a step.
+    """
+    for line, record in json_lines(path, problems):
+        if is_typed_step(record):
+            yield line, record
+
+
+def is_typed_step(record: Fields) -> bool:
+    """Whether a record has the type of a step, as in healcore's metrics.
+
+    Args:
+        record: a record of `json_lines`.
+    """
+    return "step" in (record.get("type"), record.get("kind"))
+
+
 def json_document(path: str, problems: list[RowProblem]) -> Records:
     """Reads a JSON document with a list of records.
 
@@ -95,7 +304,8 @@ def json_document(path: str, problems: list[RowProblem]) -> Records:
         problems: gets a problem for each element of the list that is no record.
 
     Yields:
-        0, because the records have no line, and the record.
+        0, because the records have no line, and the record. The last record of a Trainer is left
+        out: the mean over the whole run would look like a jump of the loss at the last step.
 
     Raises:
         TraceError: the document is damaged.
@@ -106,12 +316,42 @@ def json_document(path: str, problems: list[RowProblem]) -> Records:
         except (ValueError, RecursionError) as error:
             raise TraceError(f"the document is damaged: {error}") from None
     if isinstance(content, dict):
-        content = content.get("log_history", ())
+        content = content.get("log_history") or ()
     for value in content:
-        if isinstance(value, dict):
-            yield 0, value
-        else:
+        if not isinstance(value, dict):
             problems.append(RowProblem(0, f"not a record: {quote_excerpt(str(value))}: skipped"))
+        elif is_no_summary(value):
+            yield 0, flatten(value)
+
+
+def is_no_summary(record: Fields) -> bool:
+    """Whether a record is not the last record of a Trainer, whose train_loss is a mean.
+
+    Args:
+        record: a record of a Trainer.
+    """
+    return "train_runtime" not in record
+
+
+def flatten(record: Fields) -> Fields:
+    """Flattens one level of nesting: {"train": {"loss": 1}} becomes {"train/loss": 1}.
+
+    Args:
+        record: an object of JSON.
+
+    Returns:
+        The record, or a flat copy.
+    """
+    if dict not in set(map(type, record.values())):
+        return record
+    flat: Fields = {}
+    for key, value in record.items():
+        if isinstance(value, dict):
+            for inner, number in value.items():
+                flat[f"{key}/{inner}"] = number
+        else:
+            flat[key] = value
+    return flat
 
 
 def scalars(path: str, problems: list[RowProblem]) -> Records:
@@ -200,302 +440,3 @@ def _scalar(value: Any) -> float | None:
     if array.size == 1 and array.dtype.kind in "fiu":
         return float(array.reshape(()))
     return None
-
-
-def _flatten(record: Fields) -> Fields:
-    """Flattens one level of nesting: {"train": {"loss": 1}} becomes {"train/loss": 1}."""
-    if dict not in set(map(type, record.values())):
-        return record
-    flat: Fields = {}
-    for key, value in record.items():
-        if isinstance(value, dict):
-            for inner, number in value.items():
-                flat[f"{key}/{inner}"] = number
-        else:
-            flat[key] = value
-    return flat
-
-
-def is_typed_step(record: Fields) -> bool:
-    """Whether a record has the type of a step, as in healcore's metrics.
-
-    Args:
-        record: a record of `json_lines`. A file of metrics also has records of saves and faults,
-            whose numbers belong to no step.
-    """
-    return "step" in (record.get("type"), record.get("kind"))
-
-
-def is_no_summary(record: Fields) -> bool:
-    """Whether a record is not the last record of a Trainer, whose train_loss is a mean.
-
-    Args:
-        record: a record of "log_history". The mean over the whole run would look like a jump of the
-            loss at the last step.
-    """
-    return "train_runtime" not in record
-
-
-_RUN_NAME = re.compile(
-    r"(?:(?:run|trial|experiment|job)_)?(?:name|id|key)|run|trial|experiment|uuid|model"
-)
-"""Columns that identify a run. In the log of one run they have one value."""
-_RUN_FACT = re.compile(
-    r"state|status|user|created(?:_at)?|runtime|duration|start_time|end_time|sweep|tags|notes|group"
-    r"|hostname|source_(?:name|type)"
-)
-"""Columns that trackers add to a table of runs."""
-_TABLE_OF_RUNS = (
-    "it is a table of runs, with one run in each row (column '{}'), and no curve of a run. Export "
-    "the history of a run: in W&B the chart as CSV, or run.history() in Python"
-)
-
-
-@functools.lru_cache(maxsize=4096)
-def is_kept(name: str) -> bool:
-    """Whether a field of a record is read: the step, a signal, or what identifies a run.
-
-    Args:
-        name: the key of the field. Records may have hundreds of fields, which would need a
-            gigabyte of memory in a long log.
-    """
-    return name == EPOCH_LENGTH or is_known(name) or bool(_RUN_NAME.fullmatch(normalize(name)))
-
-
-def refuse_table_of_runs(
-    names: Iterable[str], cells_of: Callable[[str], Sequence[Any]], step: str | None
-) -> None:
-    """Raises UnjudgeableLog if each row is another run, so that the loss of the rows is no curve.
-
-    A table of runs names another run in each row. A log may do so too, with an id of each line, but
-    its steps increase.
-
-    Args:
-        names: the names of all columns, also of columns that are not read.
-        cells_of: returns the cells of a column, with None where a row has none.
-        step: name of the column of steps, or None.
-
-    Raises:
-        UnjudgeableLog: the rows are runs.
-    """
-    facts = 0
-    for name in names:
-        if _RUN_FACT.fullmatch(normalize(name)):
-            facts += 1
-    is_tracker = facts >= 3
-    if not is_tracker and step and _increases(cells_of(step)):
-        return
-    for key in names:
-        if not _RUN_NAME.fullmatch(normalize(key)):
-            continue
-        cells = cells_of(key)
-        runs: set[str] = set()
-        for cell in cells:
-            if isinstance(cell, str) and cell.strip() and not cell.strip().isdecimal():
-                runs.add(cell)
-        # Runs that differ in their seed may have one name.
-        least = max(1, 0.9 * len(cells))
-        if is_tracker:
-            least = 0
-        if len(runs) > least:
-            raise UnjudgeableLog(_TABLE_OF_RUNS.format(key))
-
-
-def _increases(values: Sequence[Any]) -> bool:
-    """Whether values are numbers that increase."""
-    plain = plain_column(values)
-    if plain is not None:
-        known = plain[0][plain[1]]
-    else:
-        try:
-            numbers = [parse_number(value) for value in values]
-        except ValueError:
-            return False
-        known = np.array([number for number in numbers if number is not None], np.float64)
-    return len(known) > 2 and bool((known[:-1] < known[1:]).all())
-
-
-class _Steps:
-    """The fields of many records that are kept.
-
-    A record is a tuple of its values, which Python's garbage collector soon leaves alone. It would
-    visit the dictionary of each record again and again.
-
-    Args:
-        is_kept: whether the fields of a key are kept.
-    """
-
-    def __init__(self, is_kept: Callable[[str], bool]) -> None:
-        self._is_kept = is_kept
-        self.layouts: dict[tuple[str, ...], tuple[tuple[str, ...], int]] = {}
-        """The keys of a record -> these keys, the kept ones first, and the number of the kept."""
-        self.names: dict[str, None] = {}
-        """The keys of all records, in the order of the file."""
-        self.lines: list[int] = []
-        self.engines: list[str] = []
-        self.keys: list[tuple[str, ...]] = []
-        """The keys of each record, the kept ones first. Most records share the tuple of another
-        one."""
-        self.values: list[tuple[Any, ...]] = []
-        """The values of the kept keys, and None at the end."""
-
-    def add(self, line: int, engine: str, fields: Fields) -> None:
-        """Adds a record.
-
-        Args:
-            line: line of the record, or 0 in a format without lines.
-            engine: name of the engine, or an empty string in a log with one engine.
-            fields: the record, without nesting.
-        """
-        layout = tuple(fields)
-        found = self.layouts.get(layout)
-        if found is None:
-            self.names.update(dict.fromkeys(fields))
-            kept = tuple(filter(self._is_kept, fields))
-            found = kept, len(kept)
-            if len(self.layouts) < MAX_LAYOUTS:
-                found = (*kept, *itertools.filterfalse(self._is_kept, fields)), len(kept)
-                self.layouts[layout] = found
-        keys, number = found
-        self.lines.append(line)
-        self.engines.append(engine)
-        self.keys.append(keys)
-        self.values.append((*map(fields.__getitem__, keys[:number]), None))
-
-    def column(self, name: str) -> list[Any]:
-        """Reads one key of all records.
-
-        Args:
-            name: the key, as the records write it.
-
-        Returns:
-            The value in each record, or None where a record lacks the key.
-        """
-        read = _Reader((name,))
-        return [read(*each)[0] for each in zip(self.keys, self.values, strict=True)]
-
-
-class _Reader:
-    """Reads the values of some keys of records, with None for a missing key.
-
-    Consecutive records usually share one tuple of keys. So the places of the keys in the last tuple
-    are remembered.
-    """
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
-        self._places: tuple[tuple[str, ...], list[int]] = ((), [])
-
-    def __call__(self, keys: tuple[str, ...], values: tuple[Any, ...]) -> list[Any]:
-        known, places = self._places
-        if known is not keys or not places:
-            places = []
-            for name in self._names:
-                if name in keys:
-                    places.append(keys.index(name))
-                else:
-                    places.append(-1)  # the None at the end of the values
-            self._places = keys, places
-        return list(map(values.__getitem__, places))
-
-
-def read_records(
-    path: str,
-    read: Callable[[str, list[RowProblem]], Records],
-    is_row: Callable[[Fields], bool],
-    columns: Mapping[str, str],
-) -> list[RawLog]:
-    """Reads the logs in a file: one log, or one for each optimizer in healcore's metrics.
-
-    Args:
-        path: the file.
-        read: yields the records of the file, such as `json_lines`.
-        is_row: selects the records that are steps, such as `is_typed_step`.
-        columns: the keys that the user chose, by signal or "step".
-
-    Returns:
-        The logs, at least one.
-
-    Raises:
-        TraceError: no record has a loss or a gradient norm, or two keys may be the same signal.
-        UnjudgeableLog: the records are runs, or too many of them are damaged.
-    """
-    problems: list[RowProblem] = []
-    chosen = set(columns.values())
-    steps = _Steps(lambda key: key in chosen or is_kept(key))
-    for line, record in read(path, problems):
-        if is_row(record):
-            fields = _flatten(record)
-            engine = ""
-            if is_row is is_typed_step:
-                engine = str(fields.get("engine", ""))
-            steps.add(line, engine, fields)
-    if not steps.names:
-        first = ""
-        if problems:
-            first = f": line {problems[0].line}: {problems[0].text}"
-        raise TraceError(f"it has no record that could be read{first}")
-    keys, notes = find_columns(list(steps.names), columns)
-    refuse_table_of_runs(steps.names, steps.column, keys.get(STEP))
-    notes = [f"{path}: {note}" for note in notes]
-    if EPOCH_LENGTH in steps.names:
-        keys[EPOCH_LENGTH] = EPOCH_LENGTH
-    labels = {name: f"'{key}'" for name, key in keys.items()}
-    engines = list(dict.fromkeys(filter(None, steps.engines)))
-    runs: list[str | None] = [None]
-    if len(engines) > 1:
-        runs = [*engines]
-    logs = []
-    for run in runs:
-        rows = _rows_of(steps, keys, run)
-        logs.append(parse_rows(path, run, labels, rows, list(problems), list(notes)))
-    return logs
-
-
-def _rows_of(
-    steps: _Steps, keys: Mapping[str, str], engine: str | None
-) -> Iterator[tuple[int, list[Any]]]:
-    """Yields the rows of one log: the line, and a cell for each of `keys`.
-
-    A record is a row if it has a signal, or if it is a record of a step that lacks its signals:
-    some programs leave out what is NaN. Such a record has no key that steps do not have.
-
-    Args:
-        steps: the records of the file.
-        keys: the key of each signal and of the step, by name.
-        engine: the optimizer of the log, or None for the records of all.
-    """
-    step_at = None
-    if STEP in keys:
-        step_at = list(keys).index(STEP)
-    signals = {keys[name] for name in SIGNALS if name in keys}
-    judged = {keys[name] for name in JUDGED_SIGNALS if name in keys}
-    places = {keys[name] for name in (STEP, EPOCH) if name in keys}
-    of_steps: set[str] = set()
-    for names, _ in steps.layouts.values():
-        if not judged.isdisjoint(names):
-            of_steps.update(names)
-    read_cells = _Reader([*keys.values()])
-    step: Any = None
-    is_row: dict[tuple[str, ...], bool] = {}
-    every = zip(steps.lines, steps.engines, steps.keys, steps.values, strict=True)
-    for line, own, names, values in every:
-        if names not in is_row:
-            has_place = not places or not places.isdisjoint(names)
-            lacks_signals = has_place and of_steps.issuperset(names)
-            is_row[names] = lacks_signals or not signals.isdisjoint(names)
-        if engine not in (None, own) or not is_row[names]:
-            continue
-        cells = read_cells(names, values)
-        if step_at is not None:
-            if cells[step_at] is None:
-                # A record of another kind may name its step in another way. An evaluation
-                # without a step belongs to the step before it.
-                for key, value in zip(names, values, strict=False):
-                    if is_step(key):
-                        cells[step_at] = value
-                        break
-                if cells[step_at] is None and judged.isdisjoint(names):
-                    cells[step_at] = step
-            step = cells[step_at]
-        yield line, cells

@@ -1,4 +1,4 @@
-"""The names that trainers and trackers use for the signals.
+"""The names that trainers and trackers use for the columns of a log.
 
 Names in an earlier tier are preferred. Names are compared in lower case, with every sequence of
 other characters as one "_": "train/loss" equals "train_loss".
@@ -9,12 +9,34 @@ from __future__ import annotations
 import functools
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from healcore.console import first_of
-from healcore.tools.traces.columns import EPOCH, JUDGED_SIGNALS, SIGNALS, STEP, TraceError
+from healcore.core.errors import HealcoreError
+
+SIGNALS = ("loss", "grad_norm", "eval_loss")
+"""Columns that are read from a log: signals of `healcore.core.signals`."""
+
+STEP, EPOCH = "step", "epoch"
+
+EPOCH_LENGTH = "epoch_length"
+"""Number of batches in an epoch, where a log counts its steps within each epoch."""
+
+JUDGED_SIGNALS = ("loss", "grad_norm")
+"""A row can be judged if it has one of these signals. Only these signals show where a run was
+resumed."""
 
 KNOWN_COLUMNS = (STEP, EPOCH, *SIGNALS)
+
+
+class TraceError(HealcoreError, ValueError):
+    """A trace cannot be read. The message has the file, the rule and the remedy.
+
+    For example, two columns may each be the loss, or no column has a known name. One unreadable
+    file does not end a command: `open_traces` returns the reason together with the other traces.
+    """
+
+
 _NAMES = {
     STEP: (
         "step",
@@ -73,6 +95,20 @@ _NAMES = {
 }
 """Tiers of names by signal."""
 
+_ROLES = {
+    name: (signal, tier)
+    for signal, tiers in _NAMES.items()
+    for tier, names in enumerate(tiers)
+    for name in names.split()
+}
+_STEP_WORD = re.compile(r"(?:^|_)(?:step|iter|iteration|update)s?(?:_|$)")
+_OTHER_WORD = re.compile(
+    r"(?:^|_)(?:total|max|min|num|of|per|times?|secs?|seconds|ms|s|speed|size|skip|skipped|nan|inf|"
+    r"accumulation|warmup|log|logging|save|eval|evaluation|val|valid|validation|test|avg|mean|loss|"
+    r"norm|lr|rate|remaining|interval|every|ratio|epoch|ema|this|last|first|best)(?:_|$)|\d"
+)
+"""Words of numbers that are no step, as "elapsed time per iteration"."""
+
 
 @functools.lru_cache(maxsize=4096)
 def normalize(name: str) -> str:
@@ -90,84 +126,32 @@ def normalize(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_").removeprefix("metrics_")
 
 
-def _tiers() -> dict[tuple[str, str], int]:
-    """The tier of each name in `_NAMES`, by signal and name."""
-    found: dict[tuple[str, str], int] = {}
-    for signal, tiers in _NAMES.items():
-        for tier, names in enumerate(tiers):
-            for name in names.split():
-                found[signal, name] = tier
-    return found
-
-
-_TIER = _tiers()
-
-
 @functools.lru_cache(maxsize=4096)
-def is_step(name: str) -> bool:
-    """Whether a column name is a name of the step, or says so in its words, as "n_updates".
+def role(name: str) -> tuple[str | None, int]:
+    """Finds what a column is.
 
     Args:
-        name: name of a column, tag or key, in any spelling. The same holds for the functions below.
+        name: name of a column, tag or key, in any spelling.
+
+    Returns:
+        The signal, "step" or "epoch", and the tier of the name; the first is None for a column that
+        is not read. A name that says in its words that it is a step, as "n_updates", has the last
+        tier.
     """
     key = normalize(name)
-    return (STEP, key) in _TIER or _says_step(key)
+    if key not in _ROLES and _STEP_WORD.search(key) and not _OTHER_WORD.search(key):
+        return STEP, len(_NAMES[STEP])
+    return _ROLES.get(key, (None, 0))
 
 
-_STEP_WORD = re.compile(r"(?:^|_)(?:step|iter|iteration|update)s?(?:_|$)")
-_OTHER_WORD = re.compile(
-    r"(?:^|_)(?:total|max|min|num|of|per|times?|secs?|seconds|ms|s|speed|size|skip|skipped|nan|inf|"
-    r"accumulation|warmup|log|logging|save|eval|evaluation|val|valid|validation|test|avg|mean|loss|"
-    r"norm|lr|rate|remaining|interval|every|ratio|epoch|ema|this|last|first|best)(?:_|$)"
-)
-"""Words of numbers that are no step, as "elapsed time per iteration"."""
-
-
-def _says_step(key: str) -> bool:
-    """Whether the words of a normalized name say that it is a step: "n_updates"."""
-    if any(map(str.isdigit, key)):
-        return False  # "iter 40/47" is a name with a number
-    return bool(_STEP_WORD.search(key)) and not _OTHER_WORD.search(key)
-
-
-@functools.lru_cache(maxsize=4096)
-def is_loss(name: str) -> bool:
-    """Whether a column name is a name of the training loss.
+def has_role(names: Iterable[str], roles: Sequence[str]) -> bool:
+    """Whether one of some names is the name of one of some roles.
 
     Args:
-        name: as for `is_step`. A loss of an evaluation is another signal, "eval_loss".
+        names: names of columns, tags or keys.
+        roles: signals, "step" or "epoch".
     """
-    return ("loss", normalize(name)) in _TIER
-
-
-@functools.lru_cache(maxsize=4096)
-def is_judged(name: str) -> bool:
-    """Whether a column name is a name of the training loss or of the gradient norm.
-
-    Args:
-        name: as for `is_step`. A row without a loss and a norm cannot be judged.
-    """
-    return any((signal, normalize(name)) in _TIER for signal in JUDGED_SIGNALS)
-
-
-@functools.lru_cache(maxsize=4096)
-def is_signal(name: str) -> bool:
-    """Whether a column name is a name of a signal: a loss, a gradient norm, an evaluation loss.
-
-    Args:
-        name: as for `is_step`.
-    """
-    return any((signal, normalize(name)) in _TIER for signal in SIGNALS)
-
-
-@functools.lru_cache(maxsize=4096)
-def is_known(name: str) -> bool:
-    """Whether a name is a name of the step, of the epoch or of a signal.
-
-    Args:
-        name: as for `is_step`. Columns with other names are not read.
-    """
-    return is_step(name) or any((signal, normalize(name)) in _TIER for signal in _NAMES)
+    return any(role(name)[0] in roles for name in names)
 
 
 def find_columns(
@@ -190,86 +174,46 @@ def find_columns(
     """
     found: dict[str, str] = {}
     notes: list[str] = []
-    chosen = set(columns.values())
-    free = [(normalize(name), name) for name in names if name not in chosen]
+    free = [name for name in names if name not in columns.values()]
     for signal in KNOWN_COLUMNS:
         if signal in columns:
-            _check_chosen(signal, columns[signal], names)
-            found[signal] = columns[signal]
+            chosen = columns[signal]
+            if chosen not in names:
+                raise TraceError(
+                    f"--column {signal}={chosen}: the log has no '{chosen}'; it has "
+                    f"{quote_names(names)}"
+                )
+            found[signal] = chosen
             continue
-        name, note = _choose(signal, free)
-        if name is not None:
-            found[signal] = name
-        if note:
-            notes.append(note)
-    if "loss" not in found and "grad_norm" not in found:
+        ranked: dict[tuple[int, bool], list[str]] = {}
+        for name in free:
+            if role(name)[0] == signal:
+                # Of one tier, the name that equals the signal is preferred.
+                ranked.setdefault((role(name)[1], name != signal), []).append(name)
+        if not ranked:
+            continue
+        first = min(ranked)
+        best = ranked.pop(first)
+        if len(best) > 1 and first[0] < len(_NAMES[signal]):
+            message = (
+                f"{quote_names(best)} may each be the {signal}: choose one, --column {signal}=NAME"
+            )
+            if signal in (STEP, *JUDGED_SIGNALS):
+                raise TraceError(message)
+            notes.append(f"{message} ({signal} is not read)")
+            continue
+        found[signal] = best[0]
+        others = [name for _, tier in sorted(ranked.items()) for name in tier]
+        if others:
+            notes.append(f"{signal} is read from '{best[0]}', not from {quote_names(others)}")
+    if found.keys().isdisjoint(JUDGED_SIGNALS):
         candidates = [name for name in names if "loss" in normalize(name)]
-        example = "NAME"
-        if candidates:
-            example = candidates[0]
-        quoted = shlex.quote(f"loss={example}")
+        quoted = shlex.quote(f"loss={[*candidates, 'NAME'][0]}")
         raise TraceError(
             "no column or key has the name of a loss or a gradient norm, only "
             f"{quote_names(candidates or names)}. Name one: --column {quoted}"
         )
     return found, notes
-
-
-def _check_chosen(signal: str, name: str, names: Sequence[str]) -> None:
-    """Raises TraceError unless exactly one column has the name that the user chose."""
-    if name not in names:
-        raise TraceError(
-            f"--column {signal}={name}: the log has no '{name}'; it has {quote_names(names)}"
-        )
-    if list(names).count(name) > 1:
-        raise TraceError(f"two columns have the name '{name}': rename one of them")
-
-
-def _choose(signal: str, names: Sequence[tuple[str, str]]) -> tuple[str | None, str]:
-    """Chooses the name of a signal among normalized and original names.
-
-    Returns the name, or None if no name is the signal's, and a note about names that are not used,
-    or an empty string. Raises TraceError if two names match equally well.
-    """
-    tiers = _matches(signal, names)
-    if not tiers:
-        return None, ""
-    first = min(tier for tier, _ in tiers)
-    best = [name for tier, name in tiers if tier == first]
-    # "step" is preferred to "_step", because it equals the name of the signal.
-    exact = [name for name in best if name == signal]
-    if len(best) > 1 and len(exact) != 1:
-        message = (
-            f"{quote_names(best)} may each be the {signal}: choose one, --column {signal}=NAME"
-        )
-        if signal in (STEP, *JUDGED_SIGNALS):
-            raise TraceError(message)
-        return None, f"{message} ({signal} is not read)"
-    chosen = best[0]
-    if exact:
-        chosen = exact[0]
-    others = [name for _, name in sorted(tiers) if name != chosen]
-    if not others:
-        return chosen, ""
-    return chosen, f"{signal} is read from '{chosen}', not from {quote_names(others)}"
-
-
-def _matches(signal: str, names: Sequence[tuple[str, str]]) -> list[tuple[int, str]]:
-    """Finds the names of a signal, each with its tier.
-
-    `names` has normalized and original names. If no name is a known name of the step, the first
-    name that says so in its words is the step.
-    """
-    matches: list[tuple[int, str]] = []
-    for key, name in names:
-        if (signal, key) in _TIER:
-            matches.append((_TIER[signal, key], name))
-    if matches or signal != STEP:
-        return matches
-    for key, name in names:
-        if _says_step(key):
-            return [(0, name)]
-    return []
 
 
 def quote_names(names: Sequence[str]) -> str:
@@ -281,4 +225,4 @@ def quote_names(names: Sequence[str]) -> str:
     Returns:
         A list such as "'loss', 'lr'", or "nothing" without names.
     """
-    return first_of([f"'{name}'" for name in names], 12) or "nothing"
+    return first_of([f"'{name[:60]}'" for name in names], 12) or "nothing"

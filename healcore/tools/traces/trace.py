@@ -19,14 +19,13 @@ from typing import NamedTuple
 import numpy as np
 
 from healcore.console import counted
-from healcore.tools.traces.columns import (
+from healcore.tools.traces.columns import RawLog
+from healcore.tools.traces.names import (
     EPOCH,
     EPOCH_LENGTH,
     JUDGED_SIGNALS,
-    ROUNDED,
     SIGNALS,
     STEP,
-    RawLog,
     TraceError,
 )
 
@@ -129,8 +128,6 @@ class Trace:
     """Number of files of the run."""
     unit: str = STEP
     """What `Rows.step` counts: "step", or "epoch" or "row" if the log names no step."""
-    rounded: bool = False
-    """Whether the log rounds its steps, as "12K"."""
 
     @property
     def signals(self) -> frozenset[str]:
@@ -212,7 +209,6 @@ def join_logs(name: str, logs: Sequence[RawLog]) -> Trace:
     for log in logs:
         begins.append(begins[-1] + log.rows)
         notes += log.notes
-    rounded = any(ROUNDED in note for note in notes)
     numbers, masks = _join_columns(logs, begins)
     unit, notes_of_steps = _count_steps(name, logs, numbers)
     notes += notes_of_steps
@@ -253,7 +249,6 @@ def join_logs(name: str, logs: Sequence[RawLog]) -> Trace:
         notes=tuple(notes),
         files=len({log.path for log in logs}),
         unit=unit,
-        rounded=rounded,
     )
 
 

@@ -187,10 +187,6 @@ TOOLS: dict[str, Callable[[Row], str]] = {
         f"{r.norm:.4f}\n    train/CrossEntropyLoss={r.loss:.4f}\n    throughput/device=1.0"
     ),
     "iter of epoch": lambda r: f"iter: {r.batch}/{BATCHES} loss: {r.loss:.4f}",
-    "bars around dicts": lambda r: (
-        f"  2%|▏         | {r.step}/5000 [00:05<04:05,  2.00it/s]\n{{'loss': {r.loss:.4f}, "
-        f"'grad_norm': {r.norm:.4f}, 'epoch': {r.step / BATCHES:.2f}}}"
-    ),
 }
 """Tool -> the text that it prints for a row."""
 
@@ -224,7 +220,7 @@ BETWEEN: dict[str, Callable[[Row], str]] = {
 }
 """Tool -> what it prints at the end of an epoch."""
 
-BEFORE = {"Keras": "Epoch 1/10\n", "Keras 3": "Epoch 1/10\n", "bars around dicts": "loading\n"}
+BEFORE = {"Keras": "Epoch 1/10\n", "Keras 3": "Epoch 1/10\n"}
 
 
 def log_of(tool: str, losses: Sequence[float]) -> str:
