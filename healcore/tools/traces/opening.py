@@ -207,7 +207,8 @@ def _read_directory(
     if unusable:
         raise TraceError("; ".join(unusable))
     raise _NoLogError(
-        "it is a directory without a log of a known format (healcore's own is *.metrics.jsonl)"
+        "it is a directory without a log of a known format. healcore's own is *.metrics.jsonl, and "
+        "`healcore probe checkpoint` reads checkpoints"
     )
 
 
