@@ -277,49 +277,44 @@ def _log(
 
     Raises UnjudgeableLog if more than a tenth of the lines of a column cannot be used.
     """
-    rows = np.flatnonzero(is_row)
+    problems = list(problems)
+    rows = np.flatnonzero(is_row).tolist()
     numbers: dict[str, np.ndarray] = {}
     logged: dict[str, np.ndarray] = {}
-    found: dict[str, dict[int, str]] = {}
-    for name, key in keys.items():
-        column = cells.columns[key]
-        of_rows = column if len(rows) == len(column) else [column[row] for row in rows]
-        if name == STEP:
-            of_rows = [_before_slash(cell) if type(cell) is str else cell for cell in of_rows]
-        numbers[name], logged[name], found[name] = _parse(of_rows)
-    has_step = np.isfinite(numbers.get(STEP, np.zeros(len(rows))))
-    problems = list(problems)
-    damaged = {"": [each for each in problems if each.unusable]}
-    for name, texts in found.items():
-        damaged[name] = []
-        for at, text in texts.items() if name in SIGNALS else ():
-            if has_step[at]:
-                text = f"'{keys[name]}': {text}: the row is read without {name}"
-                line = cells.lines[rows[at]]
-                damaged[name].append(RowProblem(line, text, unusable=name in JUDGED_SIGNALS))
-    for at in np.flatnonzero(~has_step).tolist():
-        text = found[STEP].get(at, "missing or not finite")
+    if STEP in keys:
+        column = cells.columns[keys[STEP]]
+        steps, _, found = _parse([_before_slash(column[row]) for row in rows])
+        judged = [keys[name] for name in JUDGED_SIGNALS if name in keys]
         # A line without a step and a loss is no step of the run, such as the mean of an epoch.
-        values = [cells.columns[keys[name]][rows[at]] for name in JUDGED_SIGNALS if name in keys]
-        text = f"'{keys[STEP]}': {text}: the row is skipped"
-        is_step = values[0] not in (None, "")
-        damaged[STEP].append(RowProblem(cells.lines[rows[at]], text, unusable=is_step))
-    masks = {name: mask[has_step] for name, mask in logged.items() if name in SIGNALS}
-    for name, of_column in damaged.items():
-        usable = int(masks[name].sum()) if name in masks else int(has_step.sum())
-        _refuse_unusable([each for each in of_column if each.unusable], usable)
-        if name:
-            problems += of_column
+        for at in np.flatnonzero(~np.isfinite(steps)).tolist():
+            text = f"'{keys[STEP]}': {found.get(at, 'missing or not finite')}: the row is skipped"
+            unusable = cells.columns[judged[0]][rows[at]] not in (None, "")
+            problems.append(RowProblem(cells.lines[rows[at]], text, unusable))
+        rows = [row for row, step in zip(rows, steps, strict=True) if math.isfinite(step)]
+        numbers[STEP] = steps[np.isfinite(steps)]
+    _refuse_unusable(problems, len(rows))
+    for name, key in keys.items():
+        if name == STEP:
+            continue
+        column = cells.columns[key]
+        numbers[name], mask, found = _parse([column[row] for row in rows])
+        if name not in SIGNALS:
+            continue
+        logged[name] = mask
+        of_signal: list[RowProblem] = []
+        for at, text in found.items():
+            text = f"'{key}': {text}: the row is read without {name}"
+            of_signal.append(RowProblem(cells.lines[rows[at]], text, name in JUDGED_SIGNALS))
+        _refuse_unusable(of_signal, int(mask.sum()))
+        problems += of_signal
     problems.sort(key=lambda problem: problem.line)
-    columns = {name: column[has_step] for name, column in numbers.items()}
-    return RawLog(path, run, columns, masks, problems, list(notes))
+    return RawLog(path, run, numbers, logged, problems, list(notes))
 
 
-def _before_slash(cell: str) -> str:
+def _before_slash(cell: Any) -> Any:
     """The step in a text like "10/1000"."""
-    step, slash, length = cell.partition("/")
-    if slash and step.strip().isdecimal() and length.strip().isdecimal():
-        return step
+    if type(cell) is str and re.fullmatch(r"\s*\d+\s*/\s*\d+\s*", cell):
+        return cell.partition("/")[0]
     return cell
 
 
@@ -360,9 +355,10 @@ def _refuse_unusable(problems: Sequence[RowProblem], usable: int) -> None:
 
     One line alone is the usual end of a run that was killed while it wrote.
     """
-    count = len(problems)
+    unusable = sorted(problem for problem in problems if problem.unusable)
+    count = len(unusable)
     if count > 1 and count > _MAX_UNUSABLE * (count + usable):
-        first = problems[0]
+        first = unusable[0]
         where = "first: "
         if first.line:
             where = f"first in line {first.line}: "

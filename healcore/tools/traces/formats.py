@@ -7,9 +7,9 @@ problems.
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import math
-import mmap
 from collections.abc import Iterator
 from typing import Any, NamedTuple, TextIO
 
@@ -229,7 +229,7 @@ def json_lines(path: str, problems: list[RowProblem]) -> Records:
             except (ValueError, RecursionError):
                 values = []
             if len(values) != len(lines):
-                values = [_value_of_line(line) for line in lines]
+                values = [json_of_line(line) for line in lines]
             is_nested = text.count("{") > sum(["{" in line for line in lines])
             for value, line in zip(values, lines, strict=True):
                 number += 1
@@ -247,8 +247,15 @@ def json_lines(path: str, problems: list[RowProblem]) -> Records:
                     problems.append(RowProblem(number, message, unusable=is_record))
 
 
-def _value_of_line(line: str) -> Any:
-    """The JSON value of a line, or None for a line that has none."""
+def json_of_line(line: str) -> Any:
+    """Parses a line of JSON Lines.
+
+    Args:
+        line: any text.
+
+    Returns:
+        The value, or None for a text that is not JSON.
+    """
     try:
         return _json_value(line)
     except (ValueError, RecursionError):
@@ -372,56 +379,29 @@ def scalars(path: str, problems: list[RowProblem]) -> Records:
         adapter_registry.require("tensorboard", "tensorboard")
     except adapter_registry.MissingExtraError as error:
         raise TraceError(f"it is a TensorBoard event file: {error}") from None
-    from google.protobuf.message import DecodeError
     from tensorboard.compat.proto import event_pb2
+    from tensorboard.compat.tensorflow_stub import errors, pywrap_tensorflow
 
-    with (
-        open(path, "rb", opener=regular_file.opener) as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
-    ):
-        end = 0
-        size = len(data)
-        for end, record in _events(data):
+    records = pywrap_tensorflow.PyRecordReader_New(path)
+    for number in itertools.count():
+        try:
+            records.GetNext()
+            event = event_pb2.Event.FromString(records.record())  # pyright: ignore[reportAttributeAccessIssue]
+        except errors.OutOfRangeError:
+            return
+        except Exception as error:  # damaged bytes may raise any error
+            text = f"truncated or damaged after {number:,} records, and not read from there"
+            problems.append(RowProblem(0, f"{text}: {str(error)[:100]}"))
+            return
+        for value in event.summary.value:
             try:
-                event = event_pb2.Event.FromString(record)  # pyright: ignore[reportAttributeAccessIssue]
-            except DecodeError:
-                problems.append(
-                    RowProblem(0, f"the record that ends at byte {end:,} is not an event")
-                )
+                scalar = _scalar(value)
+            except (TypeError, ValueError, KeyError, OverflowError) as error:
+                text = f"'{value.tag[:60]}' at step {event.step} is not a number"
+                problems.append(RowProblem(0, f"{text}: {str(error)[:100]}"))
                 continue
-            for value in event.summary.value:
-                try:
-                    number = _scalar(value)
-                except (TypeError, ValueError, KeyError, OverflowError) as error:
-                    what = f"'{value.tag[:60]}' at byte {end:,} is not a number"
-                    problems.append(RowProblem(0, f"{what}: {str(error)[:100]}"))
-                    continue
-                if number is not None:
-                    yield 0, {"step": event.step, value.tag: number}
-        if end < size:
-            rest = f"the last {size - end:,} bytes cannot be read"
-            problems.append(RowProblem(0, f"truncated or damaged at byte {end:,}: {rest}"))
-
-
-def _events(data: mmap.mmap) -> Iterator[tuple[int, bytes]]:
-    """Yields the end and the content of each record, up to the first damage.
-
-    A record has its length (8 bytes), the checksum of the length, the content, and its checksum.
-    """
-    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
-
-    at = 0
-    while at + 16 <= len(data):
-        head = data[at : at + 8]
-        start = at + 12
-        length = int.from_bytes(head, "little")
-        content = data[start : start + length]
-        checksum = data[start + length : start + length + 4]
-        for part, given in ((head, data[at + 8 : start]), (content, checksum)):
-            if masked_crc32c(part) != int.from_bytes(given, "little"):
-                return
-        at = start + length + 4
-        yield at, content
+            if scalar is not None:
+                yield 0, {"step": event.step, value.tag: scalar}
 
 
 def _scalar(value: Any) -> float | None:

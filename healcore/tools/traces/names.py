@@ -65,7 +65,7 @@ _NAMES = {
         "train_total_loss total_loss train_loss_total ce_loss cross_entropy_loss "
         "train_cross_entropy_loss nll_loss avg_loss train_avg_loss mean_loss batch_loss",
         "train_loss_step loss_step",  # Lightning also writes the mean of the epoch
-        "xent cost trl",  # OpenNMT, Marian, llm.c
+        "xent cost",  # OpenNMT, Marian
         "heal_loss",  # written by healcore, see docs/reports.md
     ),
     "grad_norm": (
@@ -80,7 +80,7 @@ _NAMES = {
         "norm_grad grad_total_norm train_grad_total_norm train_grad_norm_total "
         "learning_grad_norm "  # MaxText
         "l2_norm_grad_global "  # Composer
-        "gnorm grdn "  # fairseq, LeRobot
+        "gnorm "  # fairseq
         "grad_2_0_norm_total "  # Lightning's grad_norm()
         "optim_grad_norm",
         "train_gnorm",  # fairseq's mean of an epoch
@@ -90,7 +90,7 @@ _NAMES = {
         "val_loss valid_loss validation_loss evaluation_loss dev_loss lm_loss_validation loss_eval "
         "loss_val loss_validation eval_avg_loss evaluation_avg_loss eval_ce_loss val_avg_loss "
         "validation_metrics_global_avg_loss",
-        "val_loss_epoch val_loss_step tel",
+        "val_loss_epoch val_loss_step",
     ),
 }
 """Tiers of names by signal."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import codecs
-import json
 import os
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from healcore import regular_file
 from healcore.console import counted
@@ -262,20 +260,19 @@ class Format(NamedTuple):
     yield records: names of columns, damaged cells and resumes are the same for all formats.
     """
 
-    name: str
     read: Callable[..., formats.Records]
     """Yields the records of a file, and adds damage to the problems."""
     is_one_run: bool = False
     """Whether the files in one directory are one run, not a run each."""
 
 
-_TYPED = Format("typed records", formats.typed_steps, is_one_run=True)
-_DOCUMENT = Format("trainer_state.json", formats.json_document)
-_TABLE = Format("CSV", formats.table_rows)
-_PLAIN = Format("JSON Lines", formats.json_lines)
-_TENSORBOARD = Format("TensorBoard events", formats.scalars, is_one_run=True)
-_CONSOLE = Format("console output", printed.printed_dicts)
-_NAMED = Format("lines with named numbers", printed.printed_numbers)
+_TYPED = Format(formats.typed_steps, is_one_run=True)
+_DOCUMENT = Format(formats.json_document)
+_TABLE = Format(formats.table_rows)
+_PLAIN = Format(formats.json_lines)
+_TENSORBOARD = Format(formats.scalars, is_one_run=True)
+_CONSOLE = Format(printed.printed_dicts)
+_NAMED = Format(printed.printed_numbers)
 FORMATS = (_TYPED, _DOCUMENT, _TABLE, _PLAIN, _TENSORBOARD, _CONSOLE, _NAMED)
 """Formats by preference. In a directory only the first format with a usable log is read."""
 
@@ -297,13 +294,9 @@ def detect_format(start: bytes, chosen: Container[str] = ()) -> Format:
         raise TraceError("it is empty")
     if b"brain.Event:" in start[:64]:
         return _TENSORBOARD
-    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise TraceError(
-            "it is UTF-16 text, and healcore reads UTF-8: `iconv -f UTF-16 -t UTF-8 OLD > NEW`"
-        )
     text = start.decode("utf-8-sig", errors="replace").lstrip()
     if "\0" in text[:512]:
-        raise TraceError(f"it is binary, and not {_KNOWN_FORMATS}")
+        raise TraceError(f"it is binary or UTF-16 text, and not {_KNOWN_FORMATS}, in UTF-8")
     lines = text.splitlines()
     header = [name.strip(' "') for name in re.split(r"[,;\t|]", lines[0])]
     is_table = len(header) > 1 and has_role(header, (STEP, EPOCH, *SIGNALS))
@@ -315,23 +308,12 @@ def detect_format(start: bytes, chosen: Container[str] = ()) -> Format:
         return _CONSOLE
     if re.match(r"\[\s*[{\]]", text) or _LOG_HISTORY.search(text):
         return _DOCUMENT
-    found = [record for record in map(_parse, lines[:200]) if record is not None]
+    values = [formats.json_of_line(line) for line in lines[:200] if line.lstrip()[:1] == "{"]
+    found = [value for value in values if value is not None]
     if any(map(formats.is_typed_step, found)):
         return _TYPED
     if found:
         return _PLAIN
-    if text.startswith("{"):
-        raise TraceError(f"it is JSON, but has no 'log_history' and is not {_KNOWN_FORMATS}")
     if has_signals(printed.named_numbers):
         return _NAMED
     return _TABLE
-
-
-def _parse(line: str) -> dict[str, Any] | None:
-    """The JSON object in a line, or None."""
-    if not line.lstrip().startswith("{"):
-        return None
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None

@@ -48,8 +48,6 @@ _NAMED_NUMBER = re.compile(
     rf"(?:\.?\ *[:=]\ *|\.?\ +)({_NUMBER})",
     re.IGNORECASE,
 )
-_STEP_TRAIN_NUMBER = re.compile(rf"\s*(\d+)\s+(train|val)\s+({_NUMBER})\s*$", re.IGNORECASE)
-"""The lines of build-nanogpt: `250 train 5.91`, `250 val 5.88`."""
 _EVALUATION = re.compile(
     r"(?:^|[\s|\[(])(?:test|val|valid|validation|validating|eval|evaluation|evaluating)(?!\w)",
     re.IGNORECASE,
@@ -118,8 +116,6 @@ class _Printed(NamedTuple):
     line: int
     record: Fields
     place: _Place
-    header: int | None
-    """The last step that a line without a loss names, or None."""
     is_evaluation: bool
     """Whether the record has a loss of an evaluation, and nothing of a step."""
     is_summary: bool
@@ -150,7 +146,7 @@ def printed_numbers(path: str, problems: list[RowProblem], chosen: Container[str
     """Reads lines that name their numbers, as "iter 10: loss 3.14".
 
     In a log whose lines name places, a line without a place is the mean of an epoch, and not a
-    step. If no record names a step, a header above it may do so.
+    step.
 
     Args:
         path: the file.
@@ -164,7 +160,6 @@ def printed_numbers(path: str, problems: list[RowProblem], chosen: Container[str
     records: list[_Printed] = []
     known: set[str] = set()  # the names in all records
     epoch: int | None = None
-    header: int | None = None
     for number, line in _split_lines(path):
         record = named_numbers(line)
         place = _find_place(line[:_MAX_PRINTED])
@@ -173,39 +168,32 @@ def printed_numbers(path: str, problems: list[RowProblem], chosen: Container[str
         if signals_of(record, chosen):
             known.update(record)
         elif len(record) < 2 or not known.issuperset(record):  # a step only may be any text
-            if str(record.get(STEP)).isdecimal():
-                header = int(record[STEP])
             continue
         is_summary = place.epoch is not None or STEP in record or bool(_SUMMARY.search(line))
         place = place._replace(epoch=epoch)
         is_evaluation = "eval_loss" in record and not has_role(record, JUDGED_SIGNALS)
         if is_evaluation:  # its bar counts the batches of the evaluation
             place = _Place(epoch=epoch)
-        if records:
-            # A progress bar, or an evaluation, is printed again.
-            last = records[-1]
-            if is_evaluation and STEP not in record:
-                is_again = last.is_evaluation and STEP not in last.record
-            else:
-                is_again = place.is_bar and last.place == place
-            if is_again:
-                last.record.update(record)
-                continue
-        records.append(_Printed(number, record, place, header, is_evaluation, is_summary))
-    yield from _place(records, chosen)
+        new = _Printed(number, record, place, is_evaluation, is_summary)
+        # A progress bar, or an evaluation, is printed again.
+        if (is_evaluation or place.is_bar) and records and _is_again(records[-1], new):
+            records[-1].record.update(record)
+        else:
+            records.append(new)
+    yield from _place(records)
 
 
-def _place(records: list[_Printed], chosen: Container[str]) -> Records:
+def _is_again(last: _Printed, new: _Printed) -> bool:
+    """Whether two lines have the same place and step, and are of one kind."""
+    if last.record.get(STEP) != new.record.get(STEP):
+        return False
+    return last.place == new.place and last.is_evaluation == new.is_evaluation
+
+
+def _place(records: list[_Printed]) -> Records:
     """Yields line number and record of each step and evaluation, without the means of epochs."""
     places = [each.place.step is not None for each in records if not each.is_evaluation]
     have_places = 2 * sum(places) > len(places)
-    if not any(places) and not any(STEP in each.record for each in records):
-        # The step may stand in a header, unless a header has the same number twice below it.
-        below = [
-            (each.header, name) for each in records for name in signals_of(each.record, chosen)
-        ]
-        if len({*below}) == len(below) and None not in dict(below):
-            records = [each._replace(place=_Place(each.header)) for each in records]
     last_place = _Place()
     for each in records:
         place = each.place
@@ -317,13 +305,7 @@ def named_numbers(line: str) -> Fields:
     Returns:
         The texts of the numbers by name, such as {"step": "7", "lm loss": "2.5E+00"}.
     """
-    line = re.sub(r"^s:(?=\d)", "step:", line[:_MAX_PRINTED])  # llm.c
-    short = _STEP_TRAIN_NUMBER.match(line)
-    if short:
-        step, kind, number = short.groups()
-        if kind.lower() == "train":
-            return {STEP: step, "loss": number}
-        return {STEP: step, "eval_loss": number}
+    line = line[:_MAX_PRINTED]
     record: Fields = {}
     head: str | None = None  # the text before the first number that is no place
     for match in _NAMED_NUMBER.finditer(line):

@@ -9,10 +9,7 @@ is no resume.
 
 from __future__ import annotations
 
-import bisect
-import math
-import operator
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,8 +28,6 @@ from healcore.tools.traces.names import (
 
 _MAX_ATTEMPTS = 1000
 """More restarts mean that a file has several writers."""
-_JUDGED_BITS = ((), (1,), (2,), (1, 2))
-"""Bits of the loss and of the gradient norm, by their sum."""
 
 
 class Rows(NamedTuple):
@@ -204,45 +199,69 @@ def join_logs(name: str, logs: Sequence[RawLog]) -> Trace:
     Raises:
         TraceError: the steps decrease more than `_MAX_ATTEMPTS` times.
     """
-    begins = [0]
-    notes: list[str] = []
+    sizes = [log.rows for log in logs]
+    begins = np.cumsum([0, *sizes])
+    signals = [signal for signal in SIGNALS if any(signal in log.logged for log in logs)]
+    numbers: dict[str, np.ndarray] = {}
+    for column in (STEP, EPOCH, EPOCH_LENGTH, *signals):
+        absent = [np.full(size, np.nan) for size in sizes]
+        parts = zip(logs, absent, strict=True)
+        numbers[column] = np.concatenate([log.numbers.get(column, nan) for log, nan in parts])
+    masks: dict[str, np.ndarray] = {}
+    for signal in signals:
+        parts = [log.logged.get(signal, np.zeros(log.rows, bool)) for log in logs]
+        masks[signal] = np.concatenate(parts)
+    notes = [note for log in logs for note in log.notes]
+    problems: list[str] = []
     for log in logs:
-        begins.append(begins[-1] + log.rows)
-        notes += log.notes
-    numbers, masks = _join_columns(logs, begins)
-    unit, notes_of_steps = _count_steps(name, logs, numbers)
-    notes += notes_of_steps
-    row, first, starts = _merge(numbers[STEP], masks, begins)
-    step = numbers[STEP][first]
-    values = {}
-    logged = {}
-    for signal in SIGNALS:
-        if any(signal in log.logged for log in logs):
-            mask = masks[signal]
-            values[signal] = np.full(len(first), np.nan, np.float32)
-            logged[signal] = np.zeros(len(first), bool)
-            with np.errstate(over="ignore"):  # 1e40 becomes Inf in float32, as in training
-                values[signal][row[mask]] = numbers[signal][mask]
-            logged[signal][row[mask]] = True
+        for line, text, _ in log.problems:
+            problems.append(f"{log.path}{f', line {line}' if line else ''}: {text}")
+
+    step, epoch = numbers[STEP], numbers[EPOCH]
+    unit = STEP
+    without_steps = [log.path for log in logs if STEP not in log.numbers]
+    if without_steps and _are_numbers_of_rows(epoch):
+        unit, step = EPOCH, epoch
+    elif without_steps:
+        unit, step = "row", np.where(np.isnan(step), np.arange(len(step)), step)
+    elif length := _count_over_epochs(step, epoch, numbers[EPOCH_LENGTH]):
+        notes.append(
+            f"{name}: the steps begin again in each epoch, and are counted over all epochs, "
+            f"{length:,.15g} in each"
+        )
+    for path in without_steps:
+        notes.append(f"{path}: it names no step (--column step=NAME): its {unit}s are counted")
+
+    attempt = _number_attempts(step, masks, begins)
+    row = _number_rows(step, attempt, masks)
+    first = np.unique(row, return_index=True)[1]
+    step, attempt = step[first], attempt[first]
+    values: dict[str, np.ndarray] = {}
+    logged: dict[str, np.ndarray] = {}
+    for signal, mask in masks.items():
+        values[signal] = np.full(len(first), np.nan, np.float32)
+        logged[signal] = np.zeros(len(first), bool)
+        with np.errstate(over="ignore"):  # 1e40 becomes Inf in float32, as in training
+            values[signal][row[mask]] = numbers[signal][mask]
+        logged[signal][row[mask]] = True
+    starts = np.unique(attempt, return_index=True)[1].tolist()
     resumed, replaced = _find_resumed_rows(step, starts)
     attempts: list[TraceAttempt] = []
     for start, resumes_after in zip(starts, resumed, strict=True):
-        source = logs[bisect.bisect(begins, first[start]) - 1].path
+        source = logs[int(np.searchsorted(begins, first[start], side="right")) - 1].path
         attempts.append(TraceAttempt(source, float(step[start]), resumes_after))
-    for number, attempt in enumerate(attempts[1:], 1):
+    for number, each in enumerate(attempts[1:], 1):
         notes.append(
-            f"{attempt.source}: the run went back (a resume or a rollback): attempt {number} "
-            f"begins at {unit} {attempt.first_step:.15g}"
+            f"{each.source}: the run went back (a resume or a rollback): attempt {number} "
+            f"begins at {unit} {each.first_step:.15g}"
         )
-    problems = _problem_lines(logs)
-    attempt_numbers = np.searchsorted(starts, np.arange(len(step)), side="right") - 1
-    repeats = _count_repeats(step, attempt_numbers, logged)
+    repeats = int(np.count_nonzero((np.diff(step) == 0) & (np.diff(attempt) == 0)))
     if repeats:
         text = f"{counted(repeats, 'row')} with the {unit} of the row before"
         problems.append(f"{name}: {text}: several runs, ranks or evaluations are judged as one run")
     return Trace(
         name=name,
-        rows=Rows(step, attempt_numbers, values, logged),
+        rows=Rows(step, attempt, values, logged),
         attempts=tuple(attempts),
         replaced=replaced,
         problems=tuple(problems),
@@ -250,83 +269,6 @@ def join_logs(name: str, logs: Sequence[RawLog]) -> Trace:
         files=len({log.path for log in logs}),
         unit=unit,
     )
-
-
-def _count_steps(
-    name: str, logs: Sequence[RawLog], numbers: dict[str, np.ndarray]
-) -> tuple[str, list[str]]:
-    """Makes the column of steps, in `numbers`, from what the logs count.
-
-    Args:
-        name: name of the trace.
-        logs: the logs of the trace.
-        numbers: the joined columns. The column of steps is replaced, or changed in place.
-
-    Returns:
-        What the column counts, see `Trace.unit`, and remarks about it.
-    """
-    notes: list[str] = []
-    without_steps = [log.path for log in logs if STEP not in log.numbers]
-    unit = STEP
-    if without_steps:
-        unit = "row"
-        counts = "its rows are counted, from 0"
-        if _are_numbers_of_rows(numbers[EPOCH]):
-            unit = EPOCH
-            counts = "its epochs are counted"
-        for path in without_steps:
-            notes.append(f"{path}: it names no step (--column step=NAME): {counts}")
-    if unit == EPOCH:
-        numbers[STEP] = numbers[EPOCH]
-        return unit, notes
-    length = _count_over_epochs(numbers[STEP], numbers[EPOCH], numbers[EPOCH_LENGTH])
-    if length:
-        notes.append(
-            f"{name}: the steps begin again in each epoch, and are counted over all epochs, "
-            f"{length:,.15g} in each"
-        )
-    return unit, notes
-
-
-def _problem_lines(logs: Sequence[RawLog]) -> list[str]:
-    """The problems of all logs as sentences with file and line, in the order of the lines."""
-    sentences: list[str] = []
-    for log in logs:
-        for line, text, _ in sorted(log.problems, key=operator.itemgetter(0)):
-            place = log.path
-            if line:
-                place = f"{log.path}, line {line}"
-            sentences.append(f"{place}: {text}")
-    return sentences
-
-
-def _count_repeats(step: np.ndarray, attempt: np.ndarray, logged: Mapping[str, np.ndarray]) -> int:
-    """Counts rows (n,) with the step and attempt of the row before, and one of its signals."""
-    same_signal = np.zeros(max(len(step) - 1, 0), bool)
-    for mask in logged.values():
-        same_signal |= mask[1:] & mask[:-1]
-    same_place = (np.diff(step) == 0) & (np.diff(attempt) == 0)
-    return int(np.count_nonzero(same_place & same_signal))
-
-
-def _join_columns(
-    logs: Sequence[RawLog], begins: list[int]
-) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """The numbers and masks of all files; without a column of steps its rows are counted."""
-    rows = begins[-1]
-    numbers = {STEP: np.arange(rows, dtype=np.float64)}
-    for name in (EPOCH, EPOCH_LENGTH, *SIGNALS):
-        numbers[name] = np.full(rows, np.nan)
-    masks: dict[str, np.ndarray] = {}
-    for signal in SIGNALS:
-        masks[signal] = np.zeros(rows, bool)
-    for log, begin in zip(logs, begins, strict=False):
-        end = begin + log.rows
-        for name, column in log.numbers.items():
-            numbers[name][begin:end] = column
-        for signal, mask in log.logged.items():
-            masks[signal][begin:end] = mask
-    return numbers, masks
 
 
 def _are_numbers_of_rows(epoch: np.ndarray) -> bool:
@@ -381,50 +323,53 @@ def _first_epoch(step: np.ndarray, epoch: np.ndarray) -> float:
     return 0.0
 
 
-def _merge(
-    step: np.ndarray, logged: Mapping[str, np.ndarray], begins: Container[int]
-) -> tuple[np.ndarray, list[int], list[int]]:
-    """Merges records of one attempt and step that log different signals.
+def _number_attempts(
+    step: np.ndarray, logged: Mapping[str, np.ndarray], begins: np.ndarray
+) -> np.ndarray:
+    """Numbers the attempt of each record, int (n,); `begins` has the first record of each file.
 
-    `begins` has the first record of each file. Returns the row of each record, int (n,); the first
-    record of each row; the first row of each attempt.
+    Raises TraceError for more than `_MAX_ATTEMPTS` attempts.
     """
-    if (np.diff(step) > 0).all():
-        return np.arange(len(step)), list(range(len(step))), [0]
-    bits = np.zeros(len(step), np.int64)
-    for name, mask in logged.items():
-        bits |= mask.astype(np.int64) << SIGNALS.index(name)
-    rows: list[int] = []
-    first: list[int] = []
+    backs: list[tuple[int, int]] = []  # a record that goes back, and the one before of its signal
+    for signal in JUDGED_SIGNALS:
+        records = np.flatnonzero(logged.get(signal, ()))
+        files = np.searchsorted(begins, records, side="right")
+        rise = np.diff(step[records])
+        is_back = (rise < 0) | ((rise == 0) & (np.diff(files) > 0))
+        backs += zip(records[1:][is_back].tolist(), records[:-1][is_back].tolist(), strict=True)
     starts = [0]
-    signals: list[int] = []  # bits of each row
-    row_at: dict[float, int] = {}  # step -> its last row in the attempt
-    last: dict[int, float] = {}  # bit of a judged signal -> its last step in the attempt
-    file_begins = False
-    for record, (at, own) in enumerate(zip(step.tolist(), bits.tolist(), strict=True)):
-        file_begins = file_begins or record in begins
-        judged = _JUDGED_BITS[own & 3]
-        if judged:
-            reached = max(last.get(bit, -math.inf) for bit in judged)
-            if at < reached or (file_begins and at == reached):
-                starts.append(len(first))
-                row_at, last = {}, {}
-            file_begins = False
-            for bit in judged:
-                last[bit] = at
-        row = row_at.get(at)
-        if row is None or not own or own & signals[row]:
-            row = row_at[at] = len(first)
-            first.append(record)
-            signals.append(own)
-        signals[row] |= own
-        rows.append(row)
+    for record, before in sorted(backs):
+        if before >= starts[-1]:
+            starts.append(record)
     if len(starts) > _MAX_ATTEMPTS:
         raise TraceError(
             f"the steps decrease {len(starts) - 1:,} times. This looks like several runs or ranks "
             "in one file, or a file in reverse order. Write one file per run, with increasing steps"
         )
-    return np.array(rows), first, starts
+    return np.searchsorted(starts, np.arange(len(step)), side="right") - 1
+
+
+def _number_rows(
+    step: np.ndarray, attempt: np.ndarray, logged: Mapping[str, np.ndarray]
+) -> np.ndarray:
+    """Numbers the row of each record, int (n,): different signals of a step share a row."""
+    if (np.diff(step) > 0).all():
+        return np.arange(len(step))
+    bits = np.zeros(len(step), np.int64)
+    for at, mask in enumerate(logged.values()):
+        bits |= mask.astype(np.int64) << at
+    rows: list[int] = []
+    taken: list[int] = []  # bits of each row
+    row_at: dict[tuple[int, float], int] = {}  # attempt and step -> the last row
+    places = zip(attempt.tolist(), step.tolist(), strict=True)
+    for place, own in zip(places, bits.tolist(), strict=True):
+        row = row_at.get(place)
+        if row is None or own & taken[row]:
+            row = row_at[place] = len(taken)
+            taken.append(0)
+        taken[row] |= own
+        rows.append(row)
+    return np.array(rows)
 
 
 def _find_resumed_rows(step: np.ndarray, starts: list[int]) -> tuple[list[int | None], np.ndarray]:

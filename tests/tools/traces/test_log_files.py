@@ -28,7 +28,7 @@ from tests.tools.traces.opened_traces import open_one, refusal, write
             "20 of 20 lines cannot be used, first in line 2: 'step'",
         ),
         ("\0\1\2", "it is binary"),
-        ('{"torn', "it is JSON, but has no 'log_history'"),
+        ('{"torn', "it has no record that could be read"),
         ("x" * (2 << 20), "this is not a table"),
     ],
 )
@@ -40,7 +40,7 @@ def test_a_file_without_a_usable_row_is_refused(tmp_path, text, message):
 def test_text_in_utf_16_is_refused_with_the_remedy(tmp_path, encoding):
     path = tmp_path / "run.csv"  # `>` of Windows PowerShell writes such files
     path.write_bytes("\ufeffstep,loss\n1,2\n".encode(encoding))
-    assert "it is UTF-16 text, and healcore reads UTF-8" in refusal(path)
+    assert "it is binary or UTF-16 text" in refusal(path)
 
 
 def test_paths_that_cannot_be_read_do_not_stop_the_others_and_a_pipe_is_not_waited_for(tmp_path):

@@ -56,7 +56,7 @@ def test_typed_records_torn_lines_and_other_types(tmp_path):
     )
     usable = "".join(f'{{"type":"step","step":{step},"loss":2}}\n' for step in range(-60, 1))
     path = write(tmp_path / "train-20260101.jsonl", text)
-    assert "4 of 8 lines cannot be used, first in line 4: not a JSON object" in refusal(path)
+    assert "5 of 9 lines cannot be used, first in line 4: not a JSON object" in refusal(path)
     trace = open_one(write(path, text.replace('{"type":"config"', usable + '{"type":"config"')))
     table = trace.rows.select(np.arange(61, 65))
     assert table.step.tolist() == [1, 2, 5, 6]

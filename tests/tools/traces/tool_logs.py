@@ -54,10 +54,6 @@ def _bar(row: Row, width: int = 10) -> str:
 
 
 TOOLS: dict[str, Callable[[Row], str]] = {
-    "LeRobot": lambda r: (
-        f"INFO 2025-06-16 13:55:01 ts/train.py:232 step:{_big(r.step)} smpl:{_big(8 * r.step)} "
-        f"ep:{r.epoch} epch:{r.step / BATCHES:.2f} loss:{r.loss:.3f} grdn:{r.norm:.3f} lr:1.0e-05"
-    ),
     "mmdet 2": lambda r: (
         f"2021-11-22 01:32:34,502 - mmdet - INFO - Epoch [{r.epoch + 1}][{r.batch}/{BATCHES}]\tlr: "
         f"1.000e-03, eta: 6 days, 15:22:46, time: 0.539, memory: 7239, loss_ce: 1.2, "
@@ -135,8 +131,6 @@ TOOLS: dict[str, Callable[[Row], str]] = {
             }
         )
     ),
-    "build-nanogpt": lambda r: f"{r.step} train {r.loss:.6f}",
-    "llm.c": lambda r: f"s:{r.step} trl:{r.loss:.4f} lr:0.000100 norm:1.2",
     "modded-nanogpt": lambda r: (
         f"step:{r.step}/5100 train_loss:{r.loss:.4f} train_time:100ms step_avg:nanms"
     ),
@@ -182,10 +176,6 @@ TOOLS: dict[str, Callable[[Row], str]] = {
         f"global step {r.step}, epoch: {r.epoch + 1}, batch: {r.batch}, loss: {r.loss:.4f}, "
         "speed: 3.2 step/s"
     ),
-    "OLMo": lambda r: (
-        f"2024-01-01 INFO [step={r.step}/739328,epoch={r.epoch}]\n    optim/total_grad_norm="
-        f"{r.norm:.4f}\n    train/CrossEntropyLoss={r.loss:.4f}\n    throughput/device=1.0"
-    ),
     "iter of epoch": lambda r: f"iter: {r.batch}/{BATCHES} loss: {r.loss:.4f}",
 }
 """Tool -> the text that it prints for a row."""
@@ -211,8 +201,6 @@ BETWEEN: dict[str, Callable[[Row], str]] = {
         f'"train_num_updates": "{r.step}", "train_gnorm": "1.2"}}'
     ),
     "fairseq old": lambda r: "| epoch 010 | valid on 'valid' subset  1000 / 1311 loss=0.70",
-    "build-nanogpt": lambda r: f"{r.step} val 0.7\n{r.step} hella 0.2463",
-    "llm.c": lambda r: f"s:{r.step} tel:0.7",
     "modded-nanogpt": lambda r: f"step:{r.step}/5100 val_loss:0.7 train_time:0ms step_avg:nanms",
     "Keras": lambda r: f"Epoch {r.epoch + 2}/10",
     "Keras 3": lambda r: f"Epoch {r.epoch + 2}/10",
