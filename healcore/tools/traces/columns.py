@@ -36,14 +36,14 @@ _MAX_UNUSABLE = 0.1
 """Largest fraction of the lines of a column that may be unusable in a log that is judged."""
 _ENGINE = "engine"
 """Key with the name of the optimizer in healcore's metrics."""
-_SHARED = ("wall_time", "relative_time_process", "relative_time_wall", "created", "timestamp")
-"""Columns of a W&B export that all runs share, in addition to the step."""
 _RUN_NAME = re.compile(
     r"(?:(?:run|trial|experiment|job)_)?(?:name|id|key)|run|trial|experiment|uuid|model"
 )
 """Columns that identify a run. In the log of one run they have one value."""
-_RUN_FACTS = {"state", "status", "user", "created", "runtime", "sweep", "tags", "notes"}
-"""Columns that trackers add to a table of runs."""
+
+
+_SLASH = re.compile(r"(?<=\d)\s*/\s*\d+\s*$")
+"""The end of a step like "10/1000"."""
 
 
 class RawLog(NamedTuple):
@@ -134,11 +134,9 @@ def read_logs(
         UnjudgeableLog: the records are runs, or too many of them are damaged.
     """
     cells = _Cells(records, columns)
+    no_row = "no usable row: no row logs a loss or a gradient norm"
     if not cells.names:
-        first = ""
-        if problems:
-            first = f": line {problems[0].line}: {problems[0].text}"
-        raise TraceError(f"it has no record that could be read{first}")
+        raise _with_first(no_row, problems)
     logs: list[RawLog] = []
     reasons: list[str] = []
     exported = _exported_runs(list(cells.names))
@@ -163,44 +161,46 @@ def read_logs(
             own_columns = [cells.columns[keys[name]] for name in SIGNALS if name in keys]
             rows = zip(*own_columns, strict=True)
             is_row &= np.array([not {None, ""}.issuperset(row) for row in rows])
+        rows_of = {run if len(exported) > 1 else None: is_row}
         if len(engines) > 1:
-            for engine in engines:
-                of_engine = np.array([each == engine for each in cells.columns[_ENGINE]])
-                logs.append(
-                    _log(path, str(engine), cells, keys, is_row & of_engine, problems, notes)
-                )
-        else:
-            title = run
-            if len(exported) == 1:
-                title = None
-            logs.append(_log(path, title, cells, keys, is_row, problems, notes))
+            column = np.array(cells.columns[_ENGINE], object)
+            rows_of = {str(engine): is_row & (column == engine) for engine in engines}
+        for title, rows in rows_of.items():
+            logs.append(_log(path, title, cells, keys, rows, problems, notes))
+    usable: list[RawLog] = []
+    for log in logs:
+        if any(log.logged[name].any() for name in JUDGED_SIGNALS if name in log.logged):
+            usable.append(log)
     if not logs:
         raise TraceError(reasons[0])
-    logs[0].notes.extend(reasons)
-    return logs
+    if not usable:
+        raise _with_first(no_row, logs[-1].problems)
+    usable[0].notes.extend(reasons)
+    return usable
+
+
+def _with_first(text: str, problems: Sequence[RowProblem]) -> TraceError:
+    """An error with the first problem of a file."""
+    if problems:
+        line, first, _ = problems[0]
+        text = f"{text}: {counted(len(problems), 'problem')}, line {line}: {first}"
+    return TraceError(text)
 
 
 def _exported_runs(names: Sequence[str]) -> dict[str | None, dict[str, str]]:
     """Finds the columns of each run in a chart exported from Weights & Biases, by metric.
 
-    Such a chart has one column for the steps and a column "RUN - METRIC" for every run. The columns
-    "RUN - METRIC__MIN" and "RUN - METRIC__MAX" have the extremes of a bin and are not read. Any
-    other log is one run, None.
+    Such a chart has a column for the steps, and a column "RUN - METRIC" for every run. Any other
+    log is one run, None.
     """
-    shared: dict[str, str] = {}
+    x, *others = names
     runs: dict[str | None, dict[str, str]] = {}
-    for name in names:
+    for name in others:
         run, dash, metric = name.rpartition(" - ")
         if not dash:
-            shared[name] = name
-            plain = normalize(name)
-            if not (role(name)[0] == STEP or plain in _SHARED or plain.endswith("epoch")):
-                return {None: {each: each for each in names}}
-        elif not metric.endswith(("__MIN", "__MAX")) and metric not in ("_step", "_timestamp"):
-            runs.setdefault(run, {})[metric] = name
-    if not runs:
-        return {None: shared}
-    return {run: shared | own for run, own in runs.items()}
+            return {None: {each: each for each in names}}
+        runs.setdefault(run, {x: x})[metric] = name
+    return runs or {None: {x: x}}
 
 
 def _refuse_table_of_runs(cells: _Cells, step: str | None) -> None:
@@ -209,7 +209,6 @@ def _refuse_table_of_runs(cells: _Cells, step: str | None) -> None:
     A table of runs names another run in each row. A log may do so too, with an id of each line, but
     its steps increase.
     """
-    facts = _RUN_FACTS.intersection(map(normalize, cells.names))
     for name, column in cells.columns.items():
         if not _RUN_NAME.fullmatch(normalize(name)):
             continue
@@ -218,7 +217,7 @@ def _refuse_table_of_runs(cells: _Cells, step: str | None) -> None:
         if step and not is_curve:
             numbers, _, problems = _parse(cells.columns[step])
             is_curve = not problems and bool((np.diff(numbers) > 0).all())
-        if len(facts) > 2 or not is_curve:
+        if not is_curve:
             raise UnjudgeableLog(
                 f"it is a table of runs, with one run in each row (column '{name}'), and no curve "
                 "of a run. Export the history of a run: in W&B the chart as CSV, or run.history() "
@@ -283,7 +282,12 @@ def _log(
     logged: dict[str, np.ndarray] = {}
     if STEP in keys:
         column = cells.columns[keys[STEP]]
-        steps, _, found = _parse([_before_slash(column[row]) for row in rows])
+        steps, _, found = _parse(
+            [
+                _SLASH.sub("", cell) if type(cell) is str else cell
+                for cell in map(column.__getitem__, rows)
+            ]
+        )
         judged = [keys[name] for name in JUDGED_SIGNALS if name in keys]
         # A line without a step and a loss is no step of the run, such as the mean of an epoch.
         for at in np.flatnonzero(~np.isfinite(steps)).tolist():
@@ -311,13 +315,6 @@ def _log(
     return RawLog(path, run, numbers, logged, problems, list(notes))
 
 
-def _before_slash(cell: Any) -> Any:
-    """The step in a text like "10/1000"."""
-    if type(cell) is str and re.fullmatch(r"\s*\d+\s*/\s*\d+\s*", cell):
-        return cell.partition("/")[0]
-    return cell
-
-
 def _parse(cells: Sequence[Any]) -> tuple[np.ndarray, np.ndarray, dict[int, str]]:
     """Parses n cells with `parse_number`.
 
@@ -326,14 +323,12 @@ def _parse(cells: Sequence[Any]) -> tuple[np.ndarray, np.ndarray, dict[int, str]
     """
     problems: dict[int, str] = {}
     kinds = set(map(type, cells))
-    try:
-        if kinds <= {float, int, type(None)}:  # a fraction of the time of cell after cell
-            logged = np.ones(len(cells), bool)
-            if type(None) in kinds:
-                logged = np.array([cell is not None for cell in cells], bool)
-            return np.array(cells, np.float64), logged, problems
+    try:  # in a fraction of the time of cell after cell
         if kinds == {str} and "_" not in "".join(cells):
-            return np.array([*map(float, cells)]), np.ones(len(cells), bool), problems
+            cells = [*map(float, cells)]
+        if kinds <= {float, int, type(None)} or type(cells[0]) is float:
+            logged = np.array([cell is not None for cell in cells], bool)
+            return np.array(cells, np.float64), logged, problems
     except (OverflowError, ValueError):
         pass
     numbers = np.full(len(cells), math.nan)

@@ -9,13 +9,11 @@ from functools import partial
 from typing import NamedTuple
 
 from healcore import regular_file
-from healcore.console import counted
 from healcore.tools.traces import formats, printed
 from healcore.tools.traces.columns import RawLog, read_logs
 from healcore.tools.traces.formats import UnjudgeableLog
 from healcore.tools.traces.names import (
     EPOCH,
-    JUDGED_SIGNALS,
     KNOWN_COLUMNS,
     SIGNALS,
     STEP,
@@ -236,21 +234,10 @@ def _read_file(path: str, columns: Mapping[str, str]) -> list[RawLog]:
     chosen = {*columns.values()}
     form = detect_format(_read_head(path), chosen)
     read = form.read
-    if form in (_CONSOLE, _NAMED):
+    if form is _NAMED:
         read = partial(read, chosen=chosen)
     problems: list[formats.RowProblem] = []
-    logs = read_logs(path, read(path, problems), problems, columns)
-    usable: list[RawLog] = []
-    for log in logs:
-        if any(log.logged[name].any() for name in JUDGED_SIGNALS if name in log.logged):
-            usable.append(log)
-    if usable:
-        return usable
-    problems = logs[-1].problems
-    if problems:
-        line, text, _ = problems[0]
-        raise TraceError(f"no usable row: {counted(len(problems), 'problem')}, line {line}: {text}")
-    raise TraceError("no usable row: no row logs a loss or a gradient norm")
+    return read_logs(path, read(path, problems), problems, columns)
 
 
 class Format(NamedTuple):
@@ -302,7 +289,7 @@ def detect_format(start: bytes, chosen: Container[str] = ()) -> Format:
     is_table = len(header) > 1 and has_role(header, (STEP, EPOCH, *SIGNALS))
 
     def has_signals(parse: Callable[[str], formats.Fields | None]) -> bool:
-        return not is_table and any(printed.signals_of(parse(line), chosen) for line in lines)
+        return not is_table and any(printed.has_signal(parse(line), chosen) for line in lines)
 
     if has_signals(printed.printed_record):
         return _CONSOLE

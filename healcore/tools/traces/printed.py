@@ -122,13 +122,12 @@ class _Printed(NamedTuple):
     """Whether the line may be the mean of an epoch: it names an epoch or a step, or says so."""
 
 
-def printed_dicts(path: str, problems: list[RowProblem], chosen: Container[str] = ()) -> Records:
+def printed_dicts(path: str, problems: list[RowProblem]) -> Records:
     """Reads lines that end in a dict as Python prints it, or in JSON after other text.
 
     Args:
         path: the file.
         problems: gets a problem for each line whose dict is damaged.
-        chosen: not used, see `printed_numbers`.
 
     Yields:
         Line number and dict of each line, without the last record of a Trainer.
@@ -165,7 +164,7 @@ def printed_numbers(path: str, problems: list[RowProblem], chosen: Container[str
         place = _find_place(line[:_MAX_PRINTED])
         if place.epoch is not None:
             epoch = place.epoch
-        if signals_of(record, chosen):
+        if has_signal(record, chosen):
             known.update(record)
         elif len(record) < 2 or not known.issuperset(record):  # a step only may be any text
             continue
@@ -274,22 +273,18 @@ def _to_json(token: re.Match[str]) -> str:
     return _JSON_NAMES.get(name, "")
 
 
-def signals_of(record: Fields | None, chosen: Container[str] = ()) -> list[str]:
-    """Finds the names that may be a loss or a norm, in a spelling that healcore may not know.
+def has_signal(record: Fields | None, chosen: Container[str] = ()) -> bool:
+    """Whether a record may have a loss or a norm, in a spelling that healcore may not know.
 
     Args:
         record: a record of a printed line. Programs print other dicts and numbers too.
         chosen: names of signals that the user has named.
-
-    Returns:
-        The names, in their order.
     """
-    found: list[str] = []
     for name in record or ():
         lower = name.lower()
         if name in chosen or "loss" in lower or "norm" in lower or has_role([name], SIGNALS):
-            found.append(name)
-    return found
+            return True
+    return False
 
 
 def named_numbers(line: str) -> Fields:

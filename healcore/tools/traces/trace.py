@@ -199,14 +199,12 @@ def join_logs(name: str, logs: Sequence[RawLog]) -> Trace:
     Raises:
         TraceError: the steps decrease more than `_MAX_ATTEMPTS` times.
     """
-    sizes = [log.rows for log in logs]
-    begins = np.cumsum([0, *sizes])
+    begins = np.cumsum([0, *(log.rows for log in logs)])
     signals = [signal for signal in SIGNALS if any(signal in log.logged for log in logs)]
     numbers: dict[str, np.ndarray] = {}
     for column in (STEP, EPOCH, EPOCH_LENGTH, *signals):
-        absent = [np.full(size, np.nan) for size in sizes]
-        parts = zip(logs, absent, strict=True)
-        numbers[column] = np.concatenate([log.numbers.get(column, nan) for log, nan in parts])
+        parts = [log.numbers.get(column, np.full(log.rows, np.nan)) for log in logs]
+        numbers[column] = np.concatenate(parts)
     masks: dict[str, np.ndarray] = {}
     for signal in signals:
         parts = [log.logged.get(signal, np.zeros(log.rows, bool)) for log in logs]

@@ -28,7 +28,7 @@ from tests.tools.traces.opened_traces import open_one, refusal, write
             "20 of 20 lines cannot be used, first in line 2: 'step'",
         ),
         ("\0\1\2", "it is binary"),
-        ('{"torn', "it has no record that could be read"),
+        ('{"torn', "no usable row"),
         ("x" * (2 << 20), "this is not a table"),
     ],
 )
