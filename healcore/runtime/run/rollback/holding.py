@@ -11,6 +11,7 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import starmap
 from typing import TYPE_CHECKING
 
 from healcore.runtime.driver import NumberRange
@@ -22,6 +23,7 @@ from healcore.runtime.run.trouble import Trouble, TroubleCause
 from healcore.runtime.run.witness.evidence import SAMPLE_SIZE, Anchor, TrainedStep
 from healcore.runtime.run.witness.recent_steps import (
     REGULAR_INTERVAL,
+    STEPS_AFTER_SIGN,
     STEPS_BEFORE_SIGN,
 )
 from healcore.runtime.store.ranks import broadcast
@@ -184,6 +186,9 @@ class Holding:
     def outside(self, trouble: Trouble, step: int, healthy: HealthyValues) -> Envelope:
         """What had left its healthy range at a trouble since a snapshot. Collective.
 
+        Where a limit of the gradient norm has not helped, the batches of the first steps with an
+        unusual norm are unusual too: the cause may be the batch, and its norm only a symptom.
+
         Args:
             trouble: the trouble.
             step: step of the snapshot.
@@ -201,8 +206,13 @@ class Holding:
         left_out = trouble.batches
         anchor = self.run.witness.state.anchor_of(step)
         if suspects and anchor is not None:
-            unusual = self._unusual_steps(trouble.onset - STEPS_BEFORE_SIGN, suspects, anchor)
-            left_out += tuple(self.run.journal.batches_of(unusual))
+            unusual = {*self._unusual_steps(trouble.onset - STEPS_BEFORE_SIGN, suspects, anchor)}
+            end = trouble.onset + STEPS_AFTER_SIGN if self.envelope.norms else 0
+            for each in suspects:
+                norms_of = each.norms.items()
+                if step <= each.index < end and any(starmap(healthy.is_unusual_norm, norms_of)):
+                    unusual.add(each.index)
+            left_out += tuple(self.run.journal.batches_of(sorted(unusual)))
         return broadcast(self.run.ranks, replace(found, left_out=left_out))
 
     def _intervals(self, trouble: Trouble, step: int) -> float:

@@ -36,6 +36,7 @@ MIN_AGE = 0.5
 ROUNDING = 1e-6
 """Relative difference up to which two float32 losses are equal."""
 _64_BITS = (1 << 64) - 1
+_64_BITS = (1 << 64) - 1
 
 
 class ObservedBatch(NamedTuple):
@@ -103,14 +104,15 @@ class Anchor:
 
         The steps seen and the anchor's step alone decide the place in the sample, so every rank
         samples the same steps. On a bad batch that the model has trained on, the current weights
-        are better, however damaged they are. So only usual steps replace others.
+        are better, however damaged they are. So other steps are taken only where usual steps are
+        missing.
 
         Args:
             trained: the step.
             is_usual: whether nothing was unusual at the step.
         """
         place = len(self.sample)
-        if not is_usual and place == SAMPLE_SIZE:
+        if not is_usual and place >= MEDIAN_OF:
             return
         self.seen += 1
         if place == SAMPLE_SIZE:

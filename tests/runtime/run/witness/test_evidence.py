@@ -169,12 +169,17 @@ def test_each_step_of_the_sample_is_drawn():
     assert Anchor(0).draw(3, 9) == [], "there is none"
 
 
-def test_only_usual_steps_replace_others_in_a_sample():
+def test_other_steps_are_sampled_only_where_usual_steps_are_missing():
     """On a bad batch that the model has trained on, damaged weights are better."""
-    anchor = filled(3, 8)
-    for index in range(8, 60):
+    anchor = filled(3, 4)
+    for index in range(4, 60):
         anchor.add(TrainedStep(index, ()), is_usual=False)
-    assert drawn_often(anchor, 3) == {*range(8)}
+    assert drawn_often(anchor, 3) == {*range(4)}
+
+    few = Anchor(3)
+    for index in range(20):
+        few.add(TrainedStep(index, ()), is_usual=False)
+    assert drawn_often(few, 3) == {*range(3)}
 
 
 @pytest.mark.parametrize(
