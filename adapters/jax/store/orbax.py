@@ -219,10 +219,8 @@ class JaxFormat(ArrayFormat):
         own = {}
         for leaf in flat.leaves.values():
             if self._ranks.world > 1 and not _spans(leaf):
-                digests = {}
-                for place, part in leaf.parts.items():
-                    digests[place] = xxhash.xxh3_128_hexdigest(raw(part).data)
-                own[leaf.name] = digests
+                parts = leaf.parts.items()
+                own[leaf.name] = {at: xxhash.xxh3_128_hexdigest(raw(x).data) for at, x in parts}
         gathered = self._ranks.gather(own)
         for name in sorted(set().union(*gathered)):
             if any(digests.get(name) != gathered[0].get(name) for digests in gathered):

@@ -79,7 +79,7 @@ def add_entry(flat: FlatState, name: str, value: Any, rank: int) -> None:
                 known[key] = _add_tensor(flat, path, value, local, "tensor")
             return known[key]
         is_array = type(value) is np.ndarray and value.dtype.isnative
-        if is_array and value.dtype.kind in "biufc" and value.dtype.name in DTYPES:
+        if is_array and value.dtype.name in DTYPES:
             # Copies read-only arrays, because torch warns about memory that it cannot write.
             tensor = torch.from_numpy(np.require(value, requirements=["C", "W"]))
             return _add_tensor(flat, path, tensor, tensor, "numpy")

@@ -218,7 +218,7 @@ class ArrayFormat(ABC):
     """
 
     name: str
-    """Format of the files, for the manifest."""
+    """Format of the files: stores of a list have the same."""
     small_bytes: int = 16 << 20
     """Largest size of a state whose arrays one process saves as one file; -1 for never. Above it
     the fixed cost of DCP and Orbax is small compared with the copying."""

@@ -323,11 +323,12 @@ class AttemptHistory(NamedTuple):
         Args:
             histories: the attempts in each record.
         """
+        return max(histories, key=lambda each: each.recency, default=cls())
 
-        def recency(each: AttemptHistory) -> tuple[int, int]:
-            return len(each.starts), each.known_good_up_to
-
-        return max(histories, key=recency, default=cls())
+    @property
+    def recency(self) -> tuple[int, int]:
+        """Compares records of one run: the larger, the later the record was written."""
+        return len(self.starts), self.known_good_up_to
 
     def abandons(self, step: int, attempt: int) -> bool:
         """Whether a rollback to an older step has followed the save of a checkpoint.

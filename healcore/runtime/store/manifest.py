@@ -27,7 +27,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -137,9 +137,7 @@ class StoredCheckpoint(NamedTuple):
             raise _damaged(self.folder, why, STATE) from error
 
 
-def complete(
-    root: Path, folder: Path, copy: HostCopy, entries: Sequence[Any], format_name: str
-) -> None:
+def complete(root: Path, folder: Path, copy: HostCopy, entries: Sequence[Any]) -> None:
     """Completes a save: writes the structure and the manifest, and sets the final name.
 
     Before the final name is set, the checkpoint does not exist. An older save of the same step is
@@ -150,7 +148,6 @@ def complete(
         folder: the temporary directory, in which all ranks have written their arrays.
         copy: the `HostCopy` that was written.
         entries: the shared entries, then the per-rank entries of each rank.
-        format_name: name of the format of the arrays.
     """
     state = json.dumps(entries, separators=(",", ":"), allow_nan=False)
     (folder / STATE).write_bytes(state.encode())
@@ -161,7 +158,6 @@ def complete(
     content = {
         "schema": SCHEMA,
         "writer": f"healcore {healcore.__version__}",
-        "format": format_name,
         "step": copy.step,
         "created": copy.created,
         "attempt": copy.attempt,
@@ -310,17 +306,13 @@ def scan(*roots: Path, step: int | None = None) -> FoundCheckpoints:
     for at, saves in found.items():
         latest = max(each.manifest.attempt for each in saves)
         saves = [each for each in saves if each.manifest.attempt == latest]
-        found[at] = sorted(saves, key=_recency, reverse=True)
+        # Of equal saves the one with the newest record comes first.
+        found[at] = sorted(
+            saves, key=lambda each: AttemptHistory.of(each.record).recency, reverse=True
+        )
     return FoundCheckpoints(
         dict(sorted(found.items())), [each for each in damaged if each.step not in found]
     )
-
-
-def _recency(stored: StoredCheckpoint) -> tuple[int, int, bool]:
-    """Compares equal saves: the larger, the later the record was written."""
-    record: Mapping[str, Any] = stored.record or {}
-    history = AttemptHistory.of(record)
-    return len(history.starts), history.known_good_up_to, bool(record.get("completed"))
 
 
 def find_damage(stored: StoredCheckpoint, rank: int = 0, world: int = 1) -> list[CheckpointDamaged]:

@@ -335,7 +335,7 @@ class CheckpointStore(Writer):
         try:
             run_on_each(self.ranks, lambda: self.format.write(copy, folder / manifest.DATA))
             entries = [shared, *self.ranks.gather(own)]
-            complete = partial(manifest.complete, root, folder, copy, entries, self.format.name)
+            complete = partial(manifest.complete, root, folder, copy, entries)
             run_on_first(self.ranks, complete)
         except Exception:
             if self.ranks.rank == 0:

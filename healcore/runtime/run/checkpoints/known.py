@@ -195,15 +195,3 @@ class KnownCheckpoints:
         self.damage[key] = error
         intact = other_copy or None  # an event without the field has no other copy
         self.run.log.event("damaged", step=error.step, problem=str(error), other_copy=intact)
-
-    def lose(self, error: CheckpointDamaged) -> None:
-        """Reports a damaged checkpoint on disk, and removes it if memory holds no copy.
-
-        With a copy in host memory, a rollback in this process can still restore the step.
-
-        Args:
-            error: the error of the read, with the step and the path.
-        """
-        self.report_damage(error)
-        if error.step not in self.run.store.copies:
-            self.remove({error.step})

@@ -287,7 +287,9 @@ class Saver:
             if isinstance(result, set):
                 self.run.known_checkpoints.remove(result)
             elif isinstance(result, CheckpointDamaged):
-                self.run.known_checkpoints.lose(result)
+                self.run.known_checkpoints.report_damage(result)
+                if result.step not in self.run.store.copies:  # a rollback can restore a copy
+                    self.run.known_checkpoints.remove({result.step})
             else:
                 step = self.run.progress.step
                 self.run.log.event("problem", step=step, problem=str(result))
