@@ -150,7 +150,8 @@ class JaxFormat(ArrayFormat):
         is_numpy, placement = node["kind"] in ("numpy", "scalar"), None
         if live is not None:
             is_numpy = live.layout is None
-            if not is_numpy and len(live.layout.device_set) > 1:
+            # An array on the first device may be one that JAX may move to another device.
+            if not is_numpy and live.layout.device_set != {jax.devices()[0]}:
                 placement = live.layout
         if isinstance(array, np.ndarray) and not is_numpy:
             # Without a sharding it is not committed to a device. Replicas on a CPU share memory.
