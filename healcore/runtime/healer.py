@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Generic, Literal, Self, SupportsFloat, TypeVar, Unpack
 
 from healcore.core.errors import HealcoreError
+from healcore.events.models import Ending
 from healcore.policy import Overrides, PolicyLike
 from healcore.runtime.batch_iterator import Batch, Batches
 from healcore.runtime.data.loaders import Loader
@@ -36,6 +37,8 @@ from healcore.runtime.run_options import (
 )
 from healcore.runtime.store.places import Places, checked_places
 
+Item = TypeVar("Item")
+"""The type of what a loop yields: a batch, or the number of an epoch or a step."""
 State = TypeVar("State")
 """The type of the state that the program has passed: a dictionary, or in JAX any pytree."""
 
@@ -200,8 +203,6 @@ class Healer(Generic[State]):
             stop_file=stop_file,
         )
         self._begun_run: Run | None = None
-        self._has_ended = False
-        self._run_end: RunEnd | None = None
         self._pid = 0
 
     # -- the block ------------------------------------------------------------------------------
@@ -287,17 +288,21 @@ class Healer(Generic[State]):
     def _end(self, error: BaseException | None, by: EndedBy = "block") -> None:
         """Ends the run."""
         run = self._live
-        self._has_ended = True
-        if os.getpid() == self._pid:  # a forked child must not end its parent's run
-            self._run_end = end_run(run, error, by=by)
-            replacement = self._run_end.error
-            if replacement is not None and replacement is not error:
-                raise replacement
+        if os.getpid() != self._pid:  # a forked child must not end its parent's run
+            run.end = RunEnd(Ending.EXCEPTION, error)
+            return
+        run.end = end_run(run, error, by=by)
+        if run.end.error is not None and run.end.error is not error:
+            raise run.end.error
+
+    def _until_end(self, loop: Iterator[Item]) -> Iterator[Item]:
+        """What a loop yields. A Healer without a block acts at the end of the loop."""
+        return loop
 
     @property
     def is_open(self) -> bool:
         """Whether the run has begun and not ended: most methods work only then."""
-        return self._begun_run is not None and not self._has_ended
+        return self._begun_run is not None and self._begun_run.end is None
 
     @property
     def store(self) -> Places:
@@ -369,7 +374,7 @@ class Healer(Generic[State]):
         if epochs is not None and (type(epochs) is not int or epochs < 1):
             raise ValueError(f"epochs is a whole number >= 1, or None for no end, not {epochs!r}")
         batches = BatchLoop(self._live, loader, epochs, epoch, name=name).batches()
-        return Batches(self, batches, loader, epochs)
+        return Batches(self, self._until_end(batches), loader, epochs)
 
     def epochs(self, total: int) -> Iterator[int]:
         """Yields the numbers of the epochs, after a restart from the epoch that was interrupted.
@@ -394,7 +399,7 @@ class Healer(Generic[State]):
             HealerError: the call is outside the Healer's block.
             RunStopped, Terminated, EndRequested: as in `batches`, if an epoch is one step.
         """
-        return loop_over_epochs(self._live, total)
+        return self._until_end(loop_over_epochs(self._live, total))
 
     def steps(self, total: int) -> Iterator[int]:
         """Yields the numbers of the steps, and does the work between two steps.
@@ -422,7 +427,7 @@ class Healer(Generic[State]):
                 after the first step in 1,000 iterations; a SystemExit of status 1.
             RunStopped, Terminated, EndRequested: as in `batches`.
         """
-        return loop_over_steps(self._live, total)
+        return self._until_end(loop_over_steps(self._live, total))
 
     def after_step(self, *, last: bool = False) -> bool:
         """Does the work between two steps in a loop without `batches`.
@@ -767,7 +772,7 @@ class Healer(Generic[State]):
             memory: whether to write a memory profile next to the events, as after an out-of-memory
                 error, and to say what holds most of the memory now.
         """
-        return HealingReport.of(self._run, self._run_end, memory=memory)
+        return HealingReport.of(self._run, memory=memory)
 
     @property
     def _run(self) -> Run:
@@ -779,6 +784,6 @@ class Healer(Generic[State]):
     @property
     def _live(self) -> Run:
         """The run, within the block only. Raises HealerError outside of it."""
-        if self._has_ended:
+        if self._run.end is not None:
             raise HealerError("the `with` block of this Healer has ended: create another Healer")
         return self._run

@@ -21,7 +21,6 @@ from healcore.runtime.reporting.diagnosis import (
 )
 from healcore.runtime.reporting.postmortem import path_for
 from healcore.runtime.reporting.run_outcome import RunOutcome
-from healcore.runtime.run.ending.end import RunEnd
 from healcore.runtime.run.ending.exits import RunStopped
 from healcore.runtime.run.ledger import IncidentRecord
 from healcore.runtime.run.out_of_memory import memory_text
@@ -82,15 +81,14 @@ class HealingReport:
     profile was not requested."""
 
     @classmethod
-    def of(cls, run: Run, end: RunEnd | None, *, memory: bool = False) -> HealingReport:
+    def of(cls, run: Run, *, memory: bool = False) -> HealingReport:
         """The report of a run.
 
         Args:
             run: the run, open or ended.
-            end: how the run has ended, or None before its end.
             memory: whether to write a memory profile.
         """
-        ending = Ending.COMPLETED
+        end, ending = run.end, Ending.COMPLETED
         if end is not None:
             ending = end.ending
         outcome = RunOutcome.of(run, ending)

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from healcore import console
 from healcore.console import Console, error_text
-from healcore.core.decision import NONFINITE, Action, Cause, Decision
+from healcore.core.decision import Action, Cause, Decision
 from healcore.core.engine import Engine, RuleConfig
 from healcore.core.step_record import Readings, SuspectGradient
 from healcore.policy import Policy, PolicyLike, dumps
@@ -101,13 +101,6 @@ class HostPolicy(NamedTuple):
         """Whether a rule rolls back."""
         rules = (*self.engine.config.rules, *self.host_rules)
         return not self.observes and any(rule.action & Action.ROLLBACK for rule in rules)
-
-    @property
-    def skips_nonfinite(self) -> bool:
-        """Whether a rule skips steps whose loss or gradient is not finite."""
-        return not self.observes and any(
-            rule.skip and rule.causes & NONFINITE for rule in self.engine.config.rules
-        )
 
     def answers(self, fault: Cause) -> frozenset[str]:
         """The policy's actions for a fault.

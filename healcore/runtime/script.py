@@ -32,21 +32,16 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar, Unpack
+from typing import Any, NamedTuple, Unpack
 
 from healcore.core.errors import HealcoreError
 from healcore.policy import PolicyLike
-from healcore.runtime.batch_iterator import Batch, Batches
-from healcore.runtime.data.loaders import Loader
-from healcore.runtime.healer import Healer, State
+from healcore.runtime.healer import Healer, Item, State
 from healcore.runtime.healer_options import HealerOptions
 from healcore.runtime.run.ending.end import end_run
 from healcore.runtime.run.ending.exits import EndRequested, exit_for
 from healcore.runtime.run.process_runs import opened_runs
 from healcore.runtime.run.run import Run
-
-Item = TypeVar("Item")
-"""The type of what a loop yields: a batch, or the number of an epoch or a step."""
 
 
 class _Started(NamedTuple):
@@ -87,20 +82,13 @@ class _Started(NamedTuple):
         Args:
             error: the exception that ends the run, or None.
         """
-        if self.run.loop.state.run_has_ended or os.getpid() != self.pid:
+        if self.run.end is not None or os.getpid() != self.pid:
             return 0
-        healer = self.healer()
-        try:
-            if healer is not None:
-                healer._end(error, by="exit")
-            else:
-                replacement = end_run(self.run, error, by="exit").error
-                if replacement is not None and replacement is not error:
-                    raise replacement
-        except SystemExit as replacement:
-            print(replacement, file=sys.stderr)
-            return 1
-        return 0
+        replacement = end_run(self.run, error, by="exit").error
+        if replacement is None or replacement is error:
+            return 0
+        print(replacement, file=sys.stderr)
+        return 1
 
 
 _started: list[_Started] = []
@@ -121,26 +109,6 @@ class ScriptHealer(Healer[State]):
         """Whether another run was opened after the newest loop of this run had ended by itself."""
         return self._opened_at_end is not None and opened_runs() > self._opened_at_end
 
-    def batches(
-        self,
-        loader: Loader[Batch] | Callable[[], Loader[Batch]],
-        *,
-        epochs: int | None = 1,
-        epoch: int | None = None,
-        name: str = "",
-    ) -> Batches[Batch]:
-        """See `Healer.batches`."""
-        batches = super().batches(loader, epochs=epochs, epoch=epoch, name=name)
-        return Batches(self, self._until_end(batches), loader, epochs)
-
-    def epochs(self, total: int) -> Iterator[int]:
-        """See `Healer.epochs`."""
-        return self._until_end(super().epochs(total))
-
-    def steps(self, total: int) -> Iterator[int]:
-        """See `Healer.steps`."""
-        return self._until_end(super().steps(total))
-
     def after_step(self, *, last: bool = False) -> bool:
         """See `Healer.after_step`."""
         rolled_back = super().after_step(last=last)
@@ -150,14 +118,7 @@ class ScriptHealer(Healer[State]):
 
     def shares_state(self, other: Healer[Any]) -> bool:
         """Whether a module or an optimizer of the state is in another Healer's state too."""
-        own, others = self._options.state, other._options.state
-        if not (isinstance(own, Mapping) and isinstance(others, Mapping)):
-            return False
-        return any(
-            mine is theirs and hasattr(mine, "state_dict")
-            for mine in own.values()
-            for theirs in others.values()
-        )
+        return bool(_ids_in(self._options.state) & _ids_in(other._options.state))
 
     def _until_end(self, loop: Iterator[Item]) -> Iterator[Item]:
         """Yields what a loop yields, and saves the state where the loop ends or is left.
@@ -242,13 +203,19 @@ def _is_over(started: _Started, before: ScriptHealer[Any]) -> bool:
     close it together.
     """
     healer = started.healer()
-    if started.run.loop.state.run_has_ended:
+    if started.run.end is not None:
         return True
     if healer is None:
         return started.run.ranks.world == 1
     if hasattr(sys, "ps1") or (before.store is not None and before.store == healer.store):
         return True
     return _has_ended_loop(started.run) and before.shares_state(healer)
+
+
+def _ids_in(state: Any) -> set[int]:
+    """Ids of the objects in a state that change in place."""
+    parts = state.values() if isinstance(state, Mapping) else ()
+    return {id(each) for each in parts if hasattr(each, "state_dict")}
 
 
 def _has_ended_loop(run: Run) -> bool:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from healcore.runtime.data import BatchId
-from healcore.runtime.data.source import SourceCursor
 from healcore.runtime.data.sources import Sources
 from healcore.runtime.driver import WEIGHTS, Driver
 from healcore.runtime.faults.microbatches import Count, Microbatch
@@ -19,33 +17,6 @@ if TYPE_CHECKING:
 
 Inputs: TypeAlias = Any
 """A micro-batch as the trainer passes it to its own step: an array or a structure of arrays."""
-
-
-@dataclass(frozen=True)
-class ReadPosition:
-    """How far the trainer has read its data.
-
-    A trainer counts batches by itself, and its counts are wrong after a rollback or a skipped
-    batch. This position has the counts of the run.
-
-    Attributes:
-        pending: ids of the batches that were read since the last optimizer step, in order. Empty
-            before the first batch. The last id is the newest batch.
-    """
-
-    pending: tuple[BatchId, ...]
-    _loader: SourceCursor | None
-
-    @property
-    def ends_epoch(self) -> bool:
-        """Whether the newest batch is the last batch of its epoch.
-
-        Read this between two batches. Skipped batches at the end of an epoch do not count.
-
-        Returns:
-            False before the first batch, and if the loader has no length.
-        """
-        return self._loader is not None and self._loader.is_last()
 
 
 def open_healer(healer: Healer[Any]) -> TrainerAccess:
@@ -93,7 +64,7 @@ class TrainerAccess:
         start                        each batch               each step              end
         had_completed                batches                  mark_step_unfinished   save_completed
         adopt_trainer_checkpoint     parts
-        searches_batch_size          read_position
+        searches_batch_size          pending, ends_epoch
         reload_before_first_batch
 
     Attributes:
@@ -206,16 +177,24 @@ class TrainerAccess:
         return BatchLoop(self._run, loader, epochs, limit=epoch_length, by_trainer=True).batches()
 
     @property
-    def read_position(self) -> ReadPosition:
-        """The batches since the last step, and whether the newest batch ends its epoch.
+    def pending(self) -> tuple[BatchId, ...]:
+        """Ids of the batches that were read since the last optimizer step, in order.
 
-        Read this between two batches or within a step. Trainers correct their own counts by these
-        values after a rollback, or after the Healer has skipped batches.
-
-        Returns:
-            The position of the loader that was read last.
+        Empty before the first batch. The last id is the newest batch. A trainer counts batches by
+        itself, and its counts are wrong after a rollback or a skipped batch: it corrects them by
+        these ids, between two batches or within a step.
         """
-        return ReadPosition(self._run.step_batches.pending_ids, self._run.step_batches.last_read)
+        return self._run.step_batches.pending_ids
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether the newest batch is the last batch of its epoch.
+
+        Read this between two batches. Skipped batches at the end of an epoch do not count. False
+        before the first batch, and if the loader has no length.
+        """
+        loader = self._run.step_batches.last_read
+        return loader is not None and loader.is_last()
 
     def parts(
         self,

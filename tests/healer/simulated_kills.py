@@ -6,7 +6,7 @@ import pytest
 
 from healcore.events.models import Ending
 from healcore.runtime import healer as healer_module
-from healcore.runtime.run.ending.end import RunEnd
+from healcore.runtime.run.ending.exits import RunEnd
 from healcore.runtime.run.run import Run
 
 

@@ -26,6 +26,7 @@ from healcore.runtime.run.checkpoints.saver import Saver
 from healcore.runtime.run.checkpoints.schedule import SaveSchedule
 from healcore.runtime.run.data_state import DataState
 from healcore.runtime.run.dispatch_queue import DispatchQueue
+from healcore.runtime.run.ending.exits import RunEnd
 from healcore.runtime.run.ending.requests import EndRequests
 from healcore.runtime.run.ending.stopping import Stopping
 from healcore.runtime.run.incidents.monitor import IncidentMonitor
@@ -136,6 +137,8 @@ class Run:
     """Splits batches that do not fit into memory."""
     loop: Loop = field(init=False)
     """The work between two steps."""
+    end: RunEnd | None = field(default=None, init=False)
+    """How the run has ended, or None until then."""
 
     @property
     def ledger(self) -> Ledger:

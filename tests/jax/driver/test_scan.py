@@ -15,8 +15,7 @@ from healcore.events.models import Ending
 from healcore.jax import HealStateError, protect
 from healcore.runtime import healer as healer_module
 from healcore.runtime.healer import HealerError
-from healcore.runtime.run.ending.end import RunEnd
-from healcore.runtime.run.ending.exits import RunStopped
+from healcore.runtime.run.ending.exits import RunEnd, RunStopped
 from healcore.runtime.run_options import Hooks
 from tests.healer.run_directory import events, new_process
 from tests.healer.training_loops import SKIPS, rules

@@ -81,7 +81,7 @@ class HealedEpochs:
             batch = self._pending[0]
             if batch is _END:
                 break
-            epoch = self._access.read_position.pending[-1].epoch
+            epoch = self._access.pending[-1].epoch
             if epoch > last:
                 break
             self.set_counts()

@@ -88,7 +88,7 @@ class EpochFeed:
         """
         if self.healer is None:
             return 0
-        read = len(trainer_access_of(self.healer).read_position.pending)
+        read = len(trainer_access_of(self.healer).pending)
         return read - len(self._pending)
 
     def go_to(self, epoch: int, count: int) -> None:
@@ -243,7 +243,7 @@ class EpochFeed:
         rollbacks = healer.rollbacks
         try:
             self._pending = [next(batches)]
-            self._data_epoch = trainer_access_of(healer).read_position.pending[-1].epoch
+            self._data_epoch = trainer_access_of(healer).pending[-1].epoch
         except StopIteration:
             self._batches = None
         except EmptyLoader as error:

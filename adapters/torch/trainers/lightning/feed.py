@@ -110,14 +110,13 @@ class Feed:
                 limit = self._length_of
             self._batches = access.batches(self._loader, limit)
         batch = next(self._batches)
-        position = access.read_position
-        if len(position.pending) == 1:
+        if len(access.pending) == 1:
             self._progress.before = batch_progress.state_dict()
         self.fetched += 1
-        is_last = position.ends_epoch or getattr(self._loader, "exhausted", False)
+        is_last = access.ends_epoch or getattr(self._loader, "exhausted", False)
         # If the rest of this epoch is unreadable, the batch is already of the next epoch. It ends
         # this epoch, because Lightning's last step and validation have to follow a batch.
-        epoch, index = position.pending[-1]
+        epoch, index = access.pending[-1]
         ready = batch_progress.current.ready
         if epoch == 0:
             ready -= self._progress.trained_before

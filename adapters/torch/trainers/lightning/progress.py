@@ -103,7 +103,7 @@ class Progress:
             Name of a counter -> its counts; the number of accumulated batches; the limits.
         """
         state = {name: counter.state_dict() for name, counter in self._counters().items()}
-        if self.access is not None and self.access.read_position.pending:
+        if self.access is not None and self.access.pending:
             state["batch"] = dict(self.before)
         _to_next_epoch(state["epoch"], state["batch"])
         stepped = internals.logged_step(self._fit)

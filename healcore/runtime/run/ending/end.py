@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from healcore.console import error_text, first_of
 from healcore.core.decision import Cause
@@ -29,6 +29,7 @@ from healcore.runtime.run.ending.exits import (
     EndRequested,
     Interrupted,
     LastStateNotSaved,
+    RunEnd,
     RunStopped,
     Terminated,
 )
@@ -46,15 +47,6 @@ process."""
 T = TypeVar("T")
 
 
-class RunEnd(NamedTuple):
-    """How a run has ended."""
-
-    ending: Ending
-    """The kind of the end."""
-    error: BaseException | None
-    """The exception that has ended the run: of the program, of healcore, or None."""
-
-
 def end_run(run: Run, error: BaseException | None, *, by: EndedBy = "block") -> RunEnd:
     """Ends a run. Nothing raises on the way: what fails is a line of the log.
 
@@ -67,7 +59,9 @@ def end_run(run: Run, error: BaseException | None, *, by: EndedBy = "block") -> 
         How the run has ended. Its error is another one than `error` if the last steps have stopped
         the run, or if a loop that has ended by itself is not complete.
     """
-    return _End(run, error, by).carry_out()
+    run.end = RunEnd(Ending.EXCEPTION, error)  # no loop acts any more
+    run.end = _End(run, error, by).carry_out()
+    return run.end
 
 
 class _End:

@@ -1,4 +1,4 @@
-"""The exceptions that end a program.
+"""The exceptions that end a program, and `RunEnd`.
 
 They do not derive from `Exception`, so that `except Exception` in a training loop does not catch
 them. They end the program without a traceback.
@@ -7,8 +7,10 @@ them. They end the program without a traceback.
 from __future__ import annotations
 
 import signal
+from typing import NamedTuple
 
 from healcore.core.errors import HealcoreError
+from healcore.events.models import Ending
 
 
 class _Exit(HealcoreError, SystemExit):
@@ -127,6 +129,15 @@ class Interrupted(HealcoreError, KeyboardInterrupt, SystemExit):
     def __init__(self) -> None:
         super().__init__()
         self.code = 128 + signal.SIGINT
+
+
+class RunEnd(NamedTuple):
+    """How a run has ended."""
+
+    ending: Ending
+    """The kind of the end."""
+    error: BaseException | None
+    """The exception that has ended the run: of the program, of healcore, or None."""
 
 
 def exit_for(request: int | str) -> BaseException:
