@@ -244,6 +244,7 @@ def _is_row(cells: _Cells, keys: Mapping[str, str]) -> np.ndarray:
         lacks_signals = has_place and len(names) > 1 and of_steps.issuperset(names)
         of_forms.append(lacks_signals or not signals.isdisjoint(names))
     is_row = np.array(of_forms)[cells.form_of]
+    forms = list(cells.forms)
     if STEP in keys and None in cells.columns[keys[STEP]]:
         # A record of another kind may name its step in another way. An evaluation without a step
         # belongs to the step before it.
@@ -252,14 +253,16 @@ def _is_row(cells: _Cells, keys: Mapping[str, str]) -> np.ndarray:
             if role(name)[0] == STEP:
                 both = zip(steps, column, strict=True)
                 steps = [other if own is None else own for own, other in both]
-        no_step = [judged.isdisjoint(names) for names in cells.forms]
-        last: Any = None
-        for at, form in enumerate(cells.form_of):
-            if steps[at] is None and no_step[form]:
-                steps[at] = last
-            if of_forms[form]:
-                last = steps[at]
         cells.columns[keys[STEP]] = steps
+        own = [cells.columns[keys[name]] for name in (STEP, EPOCH, EPOCH_LENGTH) if name in keys]
+        last: int | None = None
+        for at, form in enumerate(cells.form_of):
+            if not of_forms[form]:
+                continue
+            if steps[at] is None and last is not None and judged.isdisjoint(forms[form]):
+                for column in own:
+                    column[at] = column[last]
+            last = at
     return is_row
 
 
@@ -277,38 +280,39 @@ def _log(
     Raises UnjudgeableLog if more than a tenth of the lines of a column cannot be used.
     """
     problems = list(problems)
-    rows = np.flatnonzero(is_row).tolist()
+    rows = is_row.tolist()
+    lines = [*itertools.compress(cells.lines, rows)]
     numbers: dict[str, np.ndarray] = {}
     logged: dict[str, np.ndarray] = {}
     if STEP in keys:
-        column = cells.columns[keys[STEP]]
-        steps, _, found = _parse(
-            [
-                _SLASH.sub("", cell) if type(cell) is str else cell
-                for cell in map(column.__getitem__, rows)
-            ]
-        )
+        column = [*itertools.compress(cells.columns[keys[STEP]], rows)]
+        if str in set(map(type, column)):
+            column = [_SLASH.sub("", cell) if type(cell) is str else cell for cell in column]
+        steps, _, found = _parse(column)
+        has_step = np.isfinite(steps)
         judged = [keys[name] for name in JUDGED_SIGNALS if name in keys]
+        values = [*itertools.compress(cells.columns[judged[0]], rows)]
         # A line without a step and a loss is no step of the run, such as the mean of an epoch.
-        for at in np.flatnonzero(~np.isfinite(steps)).tolist():
+        for at in np.flatnonzero(~has_step).tolist():
             text = f"'{keys[STEP]}': {found.get(at, 'missing or not finite')}: the row is skipped"
-            unusable = cells.columns[judged[0]][rows[at]] not in (None, "")
-            problems.append(RowProblem(cells.lines[rows[at]], text, unusable))
-        rows = [row for row, step in zip(rows, steps, strict=True) if math.isfinite(step)]
-        numbers[STEP] = steps[np.isfinite(steps)]
-    _refuse_unusable(problems, len(rows))
+            problems.append(RowProblem(lines[at], text, unusable=values[at] not in (None, "")))
+        lines = [*itertools.compress(lines, has_step.tolist())]
+        is_row[is_row] = has_step
+        rows = is_row.tolist()
+        numbers[STEP] = steps[has_step]
+    _refuse_unusable(problems, len(lines))
     for name, key in keys.items():
         if name == STEP:
             continue
-        column = cells.columns[key]
-        numbers[name], mask, found = _parse([column[row] for row in rows])
+        column = [*itertools.compress(cells.columns[key], rows)]
+        numbers[name], mask, found = _parse(column)
         if name not in SIGNALS:
             continue
         logged[name] = mask
         of_signal: list[RowProblem] = []
         for at, text in found.items():
             text = f"'{key}': {text}: the row is read without {name}"
-            of_signal.append(RowProblem(cells.lines[rows[at]], text, name in JUDGED_SIGNALS))
+            of_signal.append(RowProblem(lines[at], text, name in JUDGED_SIGNALS))
         _refuse_unusable(of_signal, int(mask.sum()))
         problems += of_signal
     problems.sort(key=lambda problem: problem.line)

@@ -230,12 +230,11 @@ def json_lines(path: str, problems: list[RowProblem]) -> Records:
                 values = []
             if len(values) != len(lines):
                 values = [json_of_line(line) for line in lines]
-            is_nested = text.count("{") > sum(["{" in line for line in lines])
+            if text.count("{") > sum(["{" in line for line in lines]):
+                values = [flatten(each) if isinstance(each, dict) else each for each in values]
             for value, line in zip(values, lines, strict=True):
                 number += 1
                 if isinstance(value, dict):
-                    if is_nested:
-                        value = flatten(value)
                     yield number, value
                 elif line.strip():
                     what = "not a JSON object"
@@ -409,14 +408,9 @@ def _scalar(value: Any) -> float | None:
     kind = value.WhichOneof("value")
     if kind == "simple_value":
         return value.simple_value
-    if kind != "tensor":
+    if kind != "tensor" or any(each.size != 1 for each in value.tensor.tensor_shape.dim):
         return None
-    for dimension in value.tensor.tensor_shape.dim:
-        if dimension.size != 1:
-            return None
     from tensorboard.util.tensor_util import make_ndarray
 
     array = make_ndarray(value.tensor)
-    if array.size == 1 and array.dtype.kind in "fiu":
-        return float(array.reshape(()))
-    return None
+    return float(array.item()) if array.dtype.kind in "fiu" else None

@@ -193,16 +193,10 @@ def _place(records: list[_Printed]) -> Records:
     """Yields line number and record of each step and evaluation, without the means of epochs."""
     places = [each.place.step is not None for each in records if not each.is_evaluation]
     have_places = 2 * sum(places) > len(places)
-    last_place = _Place()
     for each in records:
-        place = each.place
-        if each.is_evaluation and place.step is None and STEP not in each.record:
-            place = last_place  # an evaluation belongs to the step before it
-        elif place.step is not None or not have_places or each.is_evaluation:
-            last_place = place
-        elif each.is_summary:
-            continue
-        yield each.line, _with_place(each.record, place)
+        is_step = each.is_evaluation or each.place.step is not None
+        if is_step or not have_places or not each.is_summary:
+            yield each.line, _with_place(each.record, each.place)
 
 
 def _split_lines(path: str) -> Iterator[tuple[int, str]]:

@@ -218,7 +218,8 @@ def join_logs(name: str, logs: Sequence[RawLog]) -> Trace:
     step, epoch = numbers[STEP], numbers[EPOCH]
     unit = STEP
     without_steps = [log.path for log in logs if STEP not in log.numbers]
-    if without_steps and _are_numbers_of_rows(epoch):
+    one_row_each = (epoch % 1 == 0).all() and (np.diff(epoch) > 0).all()
+    if without_steps and one_row_each and len(epoch) > 1:
         unit, step = EPOCH, epoch
     elif without_steps:
         unit, step = "row", np.where(np.isnan(step), np.arange(len(step)), step)
@@ -269,11 +270,6 @@ def join_logs(name: str, logs: Sequence[RawLog]) -> Trace:
     )
 
 
-def _are_numbers_of_rows(epoch: np.ndarray) -> bool:
-    """Whether a log has one row for each epoch, so that the epoch says where a row is."""
-    return len(epoch) > 1 and bool((epoch % 1 == 0).all() and (np.diff(epoch) > 0).all())
-
-
 def _count_over_epochs(step: np.ndarray, epoch: np.ndarray, length: np.ndarray) -> float:
     """Counts steps that begin again in each epoch over all epochs, in place.
 
@@ -281,44 +277,32 @@ def _count_over_epochs(step: np.ndarray, epoch: np.ndarray, length: np.ndarray) 
     otherwise. Returns the length of an epoch, or 0 if the steps do not begin again.
     """
     rise = np.diff(step)
-    rises = rise > 0
-    if np.isfinite(length).all() and len(step):
+    usual = 0.0
+    if (rise > 0).any():
+        usual = float(np.median(rise[rise > 0]))
+    if np.isfinite(length).all():
         longest = float(length.max())
         if np.isnan(epoch).any():
             # Without an epoch, a count that falls after it has reached the end begins an epoch.
-            usual = longest
-            if rises.any():
-                usual = float(np.median(rise[rises]))
-            ends = (rise <= 0) & (step[:-1] + usual > length[:-1])
-            if not ends.any():
-                return 0.0
-            epoch = np.cumsum([1, *ends.astype(int)]).astype(float)
-        later = np.diff(epoch) > 0
-        if (epoch % 1).any() or (later & (rise > 0)).any():
+            ends = (rise <= 0) & (step[:-1] + (usual or longest) > length[:-1])
+            epoch = np.cumsum([1, *ends], dtype=float)
+        if (epoch % 1).any() or ((np.diff(epoch) > 0) & (rise > 0)).any():
             return 0.0  # the steps are counted over all epochs already
-        first = _first_epoch(step, epoch)
-        if epoch.max() <= first:
+        first = float(epoch.min())
+        if first > 1:
+            # A resumed run may not log the first epoch. Programs that count their batches from 0
+            # count their epochs from 0 too.
+            first = float(step.min() > 0)
+    else:
+        restarts = (rise < 0) & (np.diff(epoch) > 0)
+        if not (restarts.any() and usual and (epoch % 1 == 0).all()):
             return 0.0
-        step += (epoch - first) * longest
-        return longest
-    restarts = (rise < 0) & (np.diff(epoch) > 0)
-    if not (restarts.any() and rises.any() and (epoch % 1 == 0).all()):
+        longest = float(np.ptp(step)) + usual
+        first = float(epoch.min())
+    if epoch.max() <= first:
         return 0.0
-    longest = float(np.ptp(step) + np.median(rise[rises]))
-    step += (epoch - epoch.min()) * longest
+    step += (epoch - first) * longest
     return longest
-
-
-def _first_epoch(step: np.ndarray, epoch: np.ndarray) -> float:
-    """The number of the first epoch of the program, 0 or 1, which a resumed run may not log.
-
-    Programs that count their batches from 0 count their epochs from 0 too.
-    """
-    if epoch.min() <= 1:
-        return float(epoch.min())
-    if step.min() > 0:
-        return 1.0
-    return 0.0
 
 
 def _number_attempts(
@@ -381,9 +365,6 @@ def _find_resumed_rows(step: np.ndarray, starts: list[int]) -> tuple[list[int | 
     resumed: list[int | None] = [None]
     for start in starts[1:]:
         replaced[:start] |= reached[:start] >= step[start]
-        remaining = np.flatnonzero(~replaced[:start])
-        if remaining.size:
-            resumed.append(int(remaining[-1]))
-        else:
-            resumed.append(None)
+        remaining = np.flatnonzero(~replaced[:start]).tolist()
+        resumed.append(remaining[-1] if remaining else None)
     return resumed, replaced
