@@ -30,7 +30,7 @@ from healcore.tools.traces.names import (
     role,
 )
 
-_BLOCK = 4096
+_BLOCK = 512
 """Records that become columns at once."""
 _MAX_UNUSABLE = 0.1
 """Largest fraction of the lines of a column that may be unusable in a log that is judged."""
@@ -94,14 +94,13 @@ class _Cells:
         """Number of the form of each record."""
         while block := list(itertools.islice(records, _BLOCK)):
             of_block: list[Fields] = [record for _, record in block]
-            keys = list(map(tuple, of_block))
-            for form in dict.fromkeys(keys):
+            for form in dict.fromkeys(map(tuple, of_block)):
                 for name in () if form in self.forms else form:
                     if name not in self.names and _is_kept(name, chosen):
                         self.columns[name] = [None] * len(self.lines)
                     self.names[name] = None
                 self.forms.setdefault(form, len(self.forms))
-            self.form_of += map(self.forms.__getitem__, keys)
+            self.form_of += map(self.forms.__getitem__, map(tuple, of_block))
             for name, column in self.columns.items():
                 column += [record.get(name) for record in of_block]
             self.lines += [line for line, _ in block]

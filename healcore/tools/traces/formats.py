@@ -29,8 +29,9 @@ _NOT_LOGGED = frozenset({"", "none", "null", "na", "n/a", "<na>"})
 """Texts of cells without a logged value. "nan" is a value."""
 _MAX_LAST = 2
 """Largest number of unusable rows at the end of a table that is judged."""
-_BLOCK_CHARACTERS = 1 << 20
-"""Characters of JSON Lines that are parsed at once."""
+_BLOCK_CHARACTERS = 1 << 15
+"""Characters of JSON Lines that are parsed at once. With more, Python's garbage collector would
+visit the records again and again."""
 
 
 class UnjudgeableLog(TraceError):
