@@ -9,7 +9,6 @@ setup, because absl makes this call for Orbax.
 from __future__ import annotations
 
 import logging
-import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -24,12 +23,8 @@ Console = bool | Literal["auto"]
 "auto": only if no logging handler receives them. True: always. False: never.
 """
 
+_MAX_LINE = 160 - len("healcore: ")
 _logger = logging.getLogger("healcore")
-_NUMBERS = re.compile(r"\[[\[\]\s\d.,+\-einafNIF]{80,}\]")
-"""A printed array, such as `[[-0.2883], [nan]]`, that is longer than a line."""
-
-_REMOVED_FRAMES = re.compile(r"\n-{20}\nFor simplicity, JAX has removed its internal frames.*")
-"""A note of JAX about the traceback of an exception."""
 
 
 def checked_console(console: Any) -> Console:
@@ -131,6 +126,15 @@ def _print(line: str) -> None:
         return
 
 
+def fitted(line: str) -> str:
+    """The first line of a text about an event, at most 160 characters with its prefix.
+
+    The event and the report have the rest.
+    """
+    line = line.partition("\n")[0]
+    return line if len(line) <= _MAX_LINE else f"{line[: _MAX_LINE - 3]}..."
+
+
 def counted(number: int, noun: str, plural: str = "") -> str:
     """Formats a number with its noun: "1 batch", "2,000 batches"."""
     if number != 1:
@@ -165,26 +169,9 @@ def passes_power_of_ten(before: int, now: int) -> bool:
 
 
 def error_text(error: BaseException) -> str:
-    """Formats an exception for an event or a message.
+    """Formats an exception for an event or a message: its type, its message and its notes.
 
     Args:
         error: any exception, also one whose `__str__` raises.
-
-    Returns:
-        Its type and its message with notes, in which printed arrays are shortened. JAX's note about
-        the traceback is left out.
     """
-    text = "".join(traceback.format_exception_only(error)).strip()
-    return with_short_arrays(_REMOVED_FRAMES.sub("", text))
-
-
-def with_short_arrays(text: str) -> str:
-    """Shortens printed arrays in a text, such as the message of a failed comparison.
-
-    Args:
-        text: any text.
-
-    Returns:
-        The text with only the first numbers of each printed array that is longer than a line.
-    """
-    return _NUMBERS.sub(lambda found: " ".join(found[0][:50].split()) + " ...]", text)
+    return "".join(traceback.format_exception_only(error)).strip()

@@ -151,6 +151,7 @@ class AttachLog:
             cause=names_of(record.cause),
             readings=record.readings,
             lr=None,
+            why=None,
             observed=self._live.engine.mode == "observe",
             skip=not record.taken,
             skips=None,

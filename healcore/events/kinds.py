@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import enum
 import math
-import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from healcore.console import counted, first_of
-from healcore.core.array_namespace import SIGNAL_LIMIT
 
 if TYPE_CHECKING:  # `healcore.torch.attach` uses the sentences without pydantic
     from healcore.core.step_record import Readings
     from healcore.events.models import EventRecord, ReadingsRecord
 
-SCHEMA = 2
+SCHEMA = 3
 """Version of the format. Changed or removed fields need a new version, added fields do not."""
 ENVELOPE = ("schema", "seq", "run", "time", "mono", "kind", "step")
 """Fields that every event has."""
@@ -61,19 +59,15 @@ def readings_text(readings: Readings | ReadingsRecord, causes: Sequence[str]) ->
         The clause, for example "loss 2.31, last finite gradient norm 0.8", without values that were
         never measured; empty if neither was.
     """
-    clauses = []
+    clauses: list[str] = []
     for name, value, cause in (
         ("loss", readings.loss or math.nan, "NONFINITE_LOSS"),  # 0 if the loop passes no loss
         ("gradient norm", readings.grad_norm, "NONFINITE_GRAD"),
     ):
-        if math.isnan(value):
-            continue
-        text = f"{name} {value:.4g}"
-        if abs(value) >= 0.999 * SIGNAL_LIMIT:  # the limit is rounded to float32
-            text = f"{name} {'below -' if value < 0 else 'above '}1e15"
-        if cause in causes:
-            text = f"last finite {text}"
-        clauses.append(text)
+        if not math.isnan(value):
+            is_first = not clauses or "NONFINITE_LOSS" not in causes  # one "last" is enough
+            last = "last finite " if cause in causes and is_first else ""
+            clauses.append(f"{last}{name} {value:.4g}")
     return ", ".join(clauses)
 
 
@@ -87,7 +81,7 @@ def batch_names(batches: Sequence[Sequence[int]], rows: Sequence[list[int]]) -> 
     Returns:
         A text for each batch, for example "epoch 0 batch 412 (rows 7, 19)".
     """
-    names = []
+    names: list[str] = []
     for place, (epoch, index) in enumerate(batches):
         name = f"epoch {epoch} batch {index}"
         if place < len(rows):
@@ -116,62 +110,22 @@ def lr_text(rollback: EventRecord) -> str:
         A clause, for example "learning rate at most 0.0005 (it was 0.001)", or an empty string if
         the rollback did not lower the learning rate.
     """
-    limit, at_fault, scheduled = rollback.lr_limit, rollback.lr_at_fault, rollback.lr
-    if limit is None:
-        if rollback.lr_scale is None or rollback.lr_scale >= 1:
-            return ""
-        return f"learning rate × {rollback.lr_scale:.3g}"
-    text = f"learning rate at most {limit:.3g}"
-    if at_fault is not None:
-        text += f" (it was {at_fault:.3g})"
-    elif scheduled is not None:
-        text += f" (the schedule's rate was {scheduled:.3g})"
-    before = scheduled if at_fault is None else at_fault
-    return "" if before is not None and limit >= before else text
+    limit, before = rollback.lr_limit, rollback.lr_at_fault
+    if before is None:
+        before = rollback.lr
+    if limit is None or before is None:
+        return "" if limit is None else f"learning rate at most {limit:.3g}"
+    return "" if limit >= before else f"learning rate at most {limit:.3g} (it was {before:.3g})"
 
 
-def _word(event: EventRecord, name: str) -> str:
-    """A field of an event as it stands in a sentence, or an empty string if it is absent."""
-    if name == "rate":
-        return lr_text(event)
-    value = getattr(event, name)
-    if value is None:
-        return ""
-    match name:
-        case "batches":
-            return counted(len(value), "batch", "batches") if value else ""
-        case "steps_repeated" | "steps_lost":
-            return counted(value, "step is", "steps are")
-        case "seconds":
-            return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.1f} ms"
-        case "held":
-            return ", ".join(value)
-        case "moments_reset":
-            return "moments reset" if value else ""
-    if isinstance(value, list):
-        return flags_text(value)
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-def _filled(template: str, event: EventRecord) -> str:
-    """Fills a template: `{field}` is the field, and [a part] is left out without its fields."""
-
-    def part(found: re.Match[str]) -> str:
-        names = re.findall(r"{(\w+)}", found[1])
-        return found[1] if all(_word(event, name) for name in names) else ""
-
-    template = re.sub(r"\[(.*?)\]", part, template)
-    return re.sub(r"{(\w+)}", lambda found: _word(event, found[1]) or "?", template)
-
-
-# -- sentences that no template can say -----------------------------------------------------------
+# -- sentences ------------------------------------------------------------------------------------
 
 
 def alarm_text(alarm: Any) -> str:
     """Describes an alarm: its causes, what was measured, and what was done about it.
 
     Args:
-        alarm: an event `alarm`, or an object with its fields `cause`, `readings`, `lr`,
+        alarm: an event `alarm`, or an object with its fields `cause`, `readings`, `lr`, `why`,
             `observed`, `skip`, `skips`, `grad_scale`, `action` and `lr_scale`.
             `healcore.torch.attach` has no events, and passes such an object.
 
@@ -180,31 +134,29 @@ def alarm_text(alarm: Any) -> str:
         (gradients × 0.024)".
     """
     causes, orders = alarm.cause or (), {*(alarm.action or ())} & {"ROLLBACK", "STOP", "CUT_LR"}
-    numbers = [readings_text(alarm.readings, causes)] if alarm.readings else []
-    if alarm.lr is not None and not alarm.observed and (alarm.lr_scale or 1) != 1:
-        rate = alarm.lr * alarm.lr_scale
-        numbers.append(f"learning rate {rate:.4g} (the schedule's rate was {alarm.lr:.4g})")
-    elif alarm.lr is not None:
-        numbers.append(f"learning rate {alarm.lr:.4g}")
-    parts = [flags_text(causes), ", ".join(filter(None, numbers))]
+    numbers = [readings_text(alarm.readings, causes) if alarm.readings else ""]
+    scale = 1 if alarm.observed or alarm.lr_scale is None else alarm.lr_scale
+    if alarm.lr is not None and (scale != 1 or alarm.observed or alarm.why or not alarm.skip):
+        numbers.append(f"learning rate {alarm.lr:.4g}" + (f" × {scale:g}" if scale != 1 else ""))
+    elif "CUT_LR" in orders:
+        numbers.append(f"learning rate × {scale:g}")
+    parts = [flags_text(causes), ", ".join(filter(None, numbers)), alarm.why or ""]
     if alarm.observed:
-        parts.append("nothing is changed, the policy observes")
+        parts.append("only observed")
     elif alarm.skip:
         parts.append("skipped" + (f" ({alarm.skips:,} so far)" if (alarm.skips or 0) > 1 else ""))
     elif alarm.grad_scale is not None and alarm.grad_scale < 1:
         parts.append(f"clipped as usual (gradients × {alarm.grad_scale:.3g})")
     elif alarm.grad_scale is not None and not orders:
         parts.append("nothing is changed")
-    if "CUT_LR" in orders and alarm.lr_scale is not None and not alarm.observed:
-        parts.append(f"learning rate × {alarm.lr_scale:g}")
     return "; ".join(filter(None, parts))
 
 
 def _alarm(event: EventRecord) -> str:
-    text = alarm_text(event)
-    if event.batches and (event.rows or event.skip):
-        text += "; " + first_of(batch_names(event.batches, event.rows or ()), 3, "; ")
-    return text
+    names: list[str] = []
+    if event.rows or event.skip:
+        names = batch_names(event.batches or (), event.rows or ())
+    return "; ".join(filter(None, [alarm_text(event), first_of(names, 3, "; ")]))
 
 
 def _over(event: EventRecord) -> str:
@@ -212,46 +164,68 @@ def _over(event: EventRecord) -> str:
     if event.onset == event.last:
         steps = f"step {event.onset}"
     now = readings_text(event.readings, ()) if event.readings else ""
-    return _filled(
-        f"incident {{incident}} is over: {{cause}}, {steps}; {now or 'no loss'} now", event
-    )
-
-
-_ASSESSMENTS = {
-    ("unknown", "nothing"): "declined: no evidence that the current weights are worse",
-    ("unknown", "budget"): "declined: the budget of rollbacks is exhausted",
-    ("damage", "weights"): "the weights are not finite, since step {onset}",
-    ("damage", "state"): "the state is not finite, since step {onset}",
-    ("damage", "earlier_weights"): "{weights} are better on the same batches, since step {onset}",
-    ("worse", "earlier_weights"): "{weights} are better on the same batches, since step {onset}; "
-    "the run has time to recover",
-    ("recovered", "earlier_weights"): "the run has recovered from the damage of step {onset}[; "
-    "{why}]",
-    ("accepted", "earlier_weights"): "damage is not repaired: {weights} are better, since step "
-    "{onset}[; {why}]",
-}
-"""(`verdict`, `by`) of an event `assessment` -> template."""
-_ACCEPTED = "damage is not repaired, since step {onset}[; {why}]"
+    causes = flags_text(event.cause or ())
+    return f"incident {event.incident} is over: {causes}, {steps}; {now or 'no loss'} now"
 
 
 def _assessment(event: EventRecord) -> str:
-    template = _ASSESSMENTS.get((event.verdict or "", event.by or ""))
-    if template is None:
-        template = _ACCEPTED if event.verdict == "accepted" else "assessment: {verdict}"
-    weights = "earlier weights" if event.checkpoint is None else "the weights of step {checkpoint}"
-    return _filled(template.replace("{weights}", weights), event)
+    weights = "earlier weights"
+    if event.checkpoint is not None:
+        weights = f"the weights of step {event.checkpoint}"
+    since = f"since step {event.onset}"
+    why = f"; {event.why}" if event.why else ""
+    match event.verdict, event.by:
+        case "unknown", "budget":
+            return "declined: the budget of rollbacks is exhausted"
+        case "unknown", _:
+            return "declined: no evidence that the current weights are worse"
+        case "damage", "weights":
+            return f"the weights are not finite, {since}"
+        case "damage", "state":
+            return f"the state is not finite, {since}"
+        case "damage", _:
+            return f"{weights} are better on the same batches, {since}"
+        case "worse", _:
+            return f"{weights} are better on the same batches, {since}; the run may still recover"
+        case "recovered", _:
+            return f"the run has recovered from the damage of step {event.onset}{why}"
+        case "accepted", "earlier_weights":
+            return f"damage is not repaired: {weights} are better, {since}{why}"
+    return f"damage is not repaired, {since}{why}"
 
 
-def _skipped_batches(event: EventRecord) -> str:
-    return "skipped: " + ", ".join(batch_names(event.batches or (), event.rows or ()))
+def _rollback(event: EventRecord) -> str:
+    where = f"rolled back from step {event.step} to the checkpoint of step {event.checkpoint}"
+    return ", ".join([where, *changes_of(event)])
+
+
+def changes_of(event: EventRecord) -> list[str]:
+    """What a rollback has changed, one clause each, and what becomes of the undone steps."""
+    parts = [lr_text(event)]
+    if event.batches:
+        parts.append(f"{counted(len(event.batches), 'batch', 'batches')} skipped")
+    if event.steps_repeated:
+        parts.append(f"{counted(event.steps_repeated, 'step is', 'steps are')} repeated")
+    if event.steps_lost:
+        steps = counted(event.steps_lost, "step is", "steps are")
+        parts.append(f"{steps} not repeated, because {event.why}")
+    parts += event.held or ()
+    if event.moments_reset:
+        parts.append("moments reset")
+    return [each for each in parts if each]
 
 
 def _hook(event: EventRecord) -> str:
     if event.problem is not None:
         return f"a hook failed: {event.problem}"
-    return _filled("the hook {hook} changed {ordered} to ", event) + (
-        flags_text(event.action or ()) or "nothing"
-    )
+    ordered, action = (flags_text(names or ()) for names in (event.ordered, event.action))
+    return f"the hook {event.hook} changed {ordered} to {action or 'nothing'}"
+
+
+def _fault(event: EventRecord) -> str:
+    severity = f" ({event.severity})" if event.severity else ""
+    answer = f"; answer: {event.answer}" if event.answer else ""
+    return f"fault: {flags_text(event.cause or ())}{severity}: {event.problem}{answer}"
 
 
 # -- the table ------------------------------------------------------------------------------------
@@ -263,7 +237,8 @@ class EventKind(NamedTuple):
     Attributes:
         when: when the event is written. docs/events.md and the JSON Schema quote this text.
         required: required fields, in addition to `ENVELOPE`.
-        sentence: template (see `_filled`) or function of the sentence about an event.
+        sentence: what consoles, trackers and reports say: a template with the event as `e`, or a
+            function.
         traits: properties of the kind.
     """
 
@@ -277,40 +252,28 @@ KINDS: dict[str, EventKind] = {
     "start": EventKind(
         "A process begins. The log adds its process number, host and versions.",
         ("host", "pid", "environment", "policy"),
-        "run {run} begins: {framework}, policy {policy}[, mode {mode}]",
+        "run {e.run} begins: {e.framework}, policy {e.policy}, mode {e.mode}",
         Trait.DURABLE,
     ),
     "resume": EventKind(
         "The run continues from a checkpoint of an earlier process.",
         ("checkpoint",),
-        "resumed from the checkpoint of step {checkpoint}",
+        "resumed from the checkpoint of step {e.checkpoint}",
     ),
-    "alarm": EventKind("A step with a cause.", ("cause", "readings"), _alarm, Trait.JUDGED),
-    "incident": EventKind(
-        "An incident begins.",
-        ("incident", "onset", "cause"),
-        "incident {incident}: {cause}",
-        Trait.JUDGED | Trait.DURABLE,
+    "alarm": EventKind(
+        "A step with a cause. `incident` is the number of its incident, `action` what the policy "
+        "orders. Where a rule alerts on a cause that begins, `alert` names the cause, and "
+        "`severity`, `diagnosis` and `references` explain it: once in an incident; outside of "
+        "incidents at the first ten faults of each cause, then at each power of two.",
+        ("cause", "readings"),
+        _alarm,
+        Trait.JUDGED,
     ),
     "over": EventKind(
         "An incident is over: `incident.quiet_steps` steps had no alarm.",
         ("incident", "onset", "last", "cause", "readings"),
         _over,
         Trait.JUDGED | Trait.SEVERE,
-    ),
-    "alert": EventKind(
-        "A rule alerts on a cause that begins, also while another cause lasts: once in an "
-        "incident; outside of incidents at the first ten faults of each cause, then at each power "
-        "of two.",
-        ("cause", "action", "severity", "diagnosis", "references"),
-        "{severity}: {cause}: {diagnosis}",
-        Trait.JUDGED | Trait.SEVERE,
-    ),
-    "order": EventKind(
-        "The policy orders an action on the host.",
-        ("action", "cause"),
-        "ordered: {action}[ ({cause})]",
-        Trait.JUDGED,
     ),
     "assessment": EventKind(
         "The check for evidence that the model is worse. The verdict `damage` rolls back. The "
@@ -321,76 +284,60 @@ KINDS: dict[str, EventKind] = {
         Trait.JUDGED,
     ),
     "save": EventKind(
-        "A checkpoint's copy was taken.", (), "checkpoint {step} is copied[ in {seconds}][ ({why})]"
+        "A checkpoint's copy was taken.", (), "checkpoint {e.step} is copied ({e.why})"
     ),
     "save_failed": EventKind(
         "A checkpoint could not be written; training continues.",
         ("problem",),
-        "a checkpoint was not written: {problem}",
+        "a checkpoint was not written: {e.problem}",
         Trait.CHECKPOINT | Trait.SEVERE,
     ),
     "good": EventKind(
         "A checkpoint is known-good from now on.",
         (),
-        "checkpoint {step} is known-good",
+        "checkpoint {e.step} is known-good",
         Trait.CHECKPOINT,
     ),
     "damaged": EventKind(
         "The bytes of a checkpoint have changed since the save.",
         ("problem",),
-        "a checkpoint is damaged: {problem}",
+        "a checkpoint is damaged: {e.problem}",
         Trait.CHECKPOINT | Trait.SEVERE,
     ),
     "rollback": EventKind(
         "A rollback is done. `step` is the number of steps done when it began, up to one step "
-        "after the last judged step.",
+        "after the last judged step. `outcome` is what became of the data.",
         ("checkpoint", "outcome"),
-        "rolled back from step {step} to the checkpoint of step {checkpoint}[, {rate}][, {batches} "
-        "skipped][, {held}][, {moments_reset}][, {steps_repeated} repeated]"
-        "[, {steps_lost} not repeated, because {why}]",
+        _rollback,
         Trait.DURABLE | Trait.SEVERE,
-    ),
-    "skipped_batches": EventKind(
-        "The run skips exactly these batches.", ("batches",), _skipped_batches
-    ),
-    "data": EventKind(
-        "The data was positioned after a restart or a rollback.",
-        ("outcome",),
-        "data: {outcome}",
-    ),
-    "lr": EventKind(
-        "The learning-rate multiplier was cut (`action`: `CUT_LR`), left 1, or returned to 1.",
-        ("lr_scale_before", "lr_scale"),
-        "learning rate × {lr_scale}, was × {lr_scale_before}[: {why}]",
-        Trait.JUDGED,
     ),
     "hook": EventKind("A hook overrode an order, or raised.", (), _hook, Trait.JUDGED),
     "fault": EventKind(
         "An exception was classified, or a step does not return. `answer` is the action; without "
         "`answer` the exception propagates.",
         ("cause", "problem"),
-        "fault: {cause}[ ({severity})]: {problem}[; answer: {answer}]",
+        _fault,
         Trait.SEVERE,
     ),
-    "vote": EventKind(
-        "One of several processes was asked to end, and all of them end the run.",
-        ("outcome", "why", "of_ranks"),
-        "the ranks agreed: {outcome} ({why})",
+    "note": EventKind(
+        "The run has done something that a reader may look for: skipped batches, repeated a call, "
+        "noticed a changed model, ended all processes together.",
+        ("why",),
+        "{e.why}",
     ),
-    "retried": EventKind("A network call has succeeded after a failure.", ("attempt",), "{why}"),
     "stop": EventKind(
         "The policy ends the run.",
         ("why", "diagnosis"),
-        "stopped: {why}",
+        "stopped: {e.why}",
         Trait.DURABLE | Trait.SEVERE,
     ),
     "problem": EventKind(
-        "A problem; the run continues.", ("problem",), "problem: {problem}", Trait.SEVERE
+        "A problem; the run continues.", ("problem",), "problem: {e.problem}", Trait.SEVERE
     ),
     "end": EventKind(
         "The process ends. A killed process does not write this event.",
         ("ending",),
-        "end: {ending}",
+        "end: {e.ending}",
         Trait.DURABLE,
     ),
 }
@@ -398,20 +345,12 @@ KINDS: dict[str, EventKind] = {
 
 
 def has(kind: str, trait: Trait) -> bool:
-    """Whether a kind of event has a trait.
-
-    Args:
-        kind: name of the kind, as in the field `kind`.
-        trait: the trait, or several traits of which the kind must have each.
-
-    Returns:
-        False for a kind of a newer healcore.
-    """
+    """Whether a kind of event has a trait; False for a kind of a newer healcore."""
     return kind in KINDS and trait in KINDS[kind].traits
 
 
 def sentence(event: EventRecord) -> str:
-    """Writes the sentence about an event, as consoles, trackers and reports show it.
+    """Writes the sentence about an event.
 
     Args:
         event: the event, from `models.validate`.
@@ -422,8 +361,5 @@ def sentence(event: EventRecord) -> str:
     """
     if event.kind not in KINDS:
         return ""
-    template = KINDS[event.kind].sentence
-    text = template(event) if callable(template) else _filled(template, event)
-    if event.observed and event.kind in ("order", "lr"):
-        text += "; nothing is changed, the policy observes"
-    return text
+    text = KINDS[event.kind].sentence
+    return text.format(e=event) if isinstance(text, str) else text(event)

@@ -40,7 +40,7 @@ class Log:
     Attributes:
         process_id: field `run` of the events, from the start time and a random number.
         seq: number of the next event, from 0.
-        lost: number of events that could not be written.
+        lost: number of events that could not be written since the last one that could.
 
     Examples:
         >>> log = Log(None)
@@ -55,7 +55,6 @@ class Log:
         self.follow_links = follow_links
         self.seq = 0
         self.lost = 0
-        self._reported = 0  # lost events that an event in the file has reported
         # Re-entrant, because a signal handler may write while it interrupts a `write`.
         self._lock = threading.RLock()
 
@@ -76,11 +75,10 @@ class Log:
             self.seq += 1  # before writing: a signal handler may interrupt and needs its own number
             event, line = self._build(seq, kind, step, fields)
             if self.path is not None:
-                lost = self.lost
                 durable = has(kind, Trait.DURABLE)
                 try:
                     append(self.path, line, durable=durable, follow_links=self.follow_links)
-                    self._reported = lost
+                    self.lost = 0
                 except Exception as error:
                     if not self.lost:
                         warn_of_loss("events", self.path, error)
@@ -110,8 +108,8 @@ class Log:
         for name, value in fields.items():
             if value is not None:
                 values[name] = value
-        if self.lost > self._reported:
-            values["lost"] = self.lost - self._reported
+        if self.lost:
+            values["lost"] = self.lost
         # One by one, so that a value that cannot be converted loses no other value.
         event: Event = {name: safe_json(value) for name, value in values.items()}
         line = json.dumps(event, allow_nan=False, separators=(",", ":"))

@@ -37,9 +37,6 @@ class MetricsLog:
     No method raises. After a rollback or a restart the file continues with a smaller `step`: the
     new lines replace the lines of the undone steps. Lines are buffered for half a second, because a
     system call per step would be slow; so a killed process loses up to half a second of lines.
-
-    Attributes:
-        lost: number of lines that could not be written.
     """
 
     path: Path | None
@@ -56,9 +53,9 @@ class MetricsLog:
     """Whether `write` returns the fields of every step, for the run's trackers."""
 
     def __post_init__(self) -> None:
-        self.lost = 0
         self._lines: list[str] = []
         self._flushed = time.monotonic()
+        self._has_failed = False
         self._received: set[tuple[str, str]] = set()
         """(engine, signal) of each signal that the engine has received so far."""
 
@@ -77,71 +74,57 @@ class MetricsLog:
             The fields of the line, without its head. None for a step without a line, unless
             `tracked`, and where no step was due.
         """
-        if self.path is None and not self.tracked:
-            return None
-        every = self._steps_per_line(step, record, steps_at_once)
+        every = 1 if record.cause or not self.automatic else self._thinning(step, steps_at_once)
         written = self.path is not None and step % every == 0
         if record.why == Why.NOT_DUE or not (written or self.tracked):
             return None
         try:
             fields = self._fields(record, several)
             if written:
-                self._lines.append(self._line(step, every, fields))
+                head: dict[str, Any] = {
+                    "schema": _METRICS_SCHEMA,
+                    "kind": "step",
+                    "run": self.process_id,
+                    "time": round(time.time(), 3),
+                    "step": step,
+                }
+                if every > 1:
+                    head["every"] = every
+                self._lines.append(_LINE_ENCODER.encode(head | fields) + "\n")
         except Exception:  # from converting a value of the driver; the training continues
-            self.lost += 1
             fields = None
         if len(self._lines) >= _MAX_BUFFERED or time.monotonic() - self._flushed >= _FLUSH_SECONDS:
             self.flush()
         return fields
 
     def flush(self) -> None:
-        """Writes the buffered lines. Counts them in `lost` if they cannot be written."""
+        """Writes the buffered lines. The first failure is logged."""
         self._flushed = time.monotonic()
-        if self.path is None or not self._lines:
+        lines, self._lines = self._lines, []
+        if self.path is None or not lines:
             return
-        lines = self._lines
-        self._lines = []
         try:
             append(self.path, "".join(lines).encode("ascii"), follow_links=not self.automatic)
         except Exception as error:
-            if not self.lost:
+            if not self._has_failed:
                 warn_of_loss("metrics", self.path, error)
-            self.lost += len(lines)
+            self._has_failed = True
 
-    def _steps_per_line(self, step: int, record: StepRecord, steps_at_once: int) -> int:
-        """The number of steps that a line represents, a power of two; 1 for an alarm."""
-        if not self.automatic or record.cause:
-            return 1
+    def _thinning(self, step: int, steps_at_once: int) -> int:
+        """The number of steps that a line of a thinned file represents, a power of two."""
         doublings = (step // _UNTHINNED).bit_length()
         doublings += (steps_at_once // _LINES_AT_ONCE).bit_length()
         return 1 << doublings
 
-    def _line(self, step: int, every: int, fields: dict[str, Any]) -> str:
-        line: dict[str, Any] = {
-            "schema": _METRICS_SCHEMA,
-            "kind": "step",
-            "run": self.process_id,
-            "time": round(time.time(), 3),
-            "step": step,
-        }
-        if every > 1:
-            line["every"] = every
-        line |= fields
-        return _LINE_ENCODER.encode(line) + "\n"
-
     def _fields(self, record: StepRecord, several: bool) -> dict[str, Any]:
-        fields: dict[str, Any] = {}
-        if several:
-            fields["engine"] = record.engine
+        fields: dict[str, Any] = {"engine": record.engine} if several else {}
         if record.judged:  # otherwise the record has the numbers of the step before
             self._add_signal(fields, record, "loss", Cause.NONFINITE_LOSS)
             self._add_signal(fields, record, "grad_norm", Cause.NONFINITE_GRAD)
-        for name in (*NUMBERS, *COMPARED):
+        for name in (*NUMBERS, *COMPARED, "lr"):
             value = getattr(record, name)
             if value is not None:
                 fields[name] = _number(value)
-        if record.lr is not None:
-            fields["lr"] = _number(record.lr)
         fields["skip"] = record.why in SKIPS
         if record.why == Why.EXTERNAL:
             fields["scaler_skip"] = True
@@ -156,22 +139,15 @@ class MetricsLog:
 
         The engine starts with zeros, so a signal that has always been 0 is not received.
         """
-        value = getattr(record, name)
+        value, signal = getattr(record, name), (record.engine, name)
         is_nonfinite = bool(record.cause and record.cause & nonfinite)
-        signal = (record.engine, name)
         if value != 0 or is_nonfinite:
             self._received.add(signal)
-        elif signal not in self._received:
-            return
-        if is_nonfinite:
-            fields[name] = "nan"
-        else:
-            fields[name] = _number(value)
+        if signal in self._received:
+            fields[name] = "nan" if is_nonfinite else _number(value)
 
 
 def _number(value: SupportsFloat) -> float | str:
     """Converts a number to JSON. Every step needs several, and `to_json` would test the type."""
     number = float(value)
-    if math.isfinite(number):
-        return number
-    return str(number)
+    return number if math.isfinite(number) else str(number)

@@ -114,6 +114,7 @@ class EventRecord(_EventsModel):
     last: Int = _maybe("Step of the last alarm.")
     engine: str = _maybe("Name of the optimizer in the state, if there are several optimizers.")
     cause: Texts = _maybe("Causes of the alarm.")
+    alert: Texts = _maybe("Causes of the alarm that begin, if a rule alerts on them.")
     readings: ReadingsRecord = _maybe("The judged numbers, with the last finite loss and norm.")
     evidence: list[EvidenceRecord] = _maybe("Tensors with unusual gradients, the worst first.")
     batches: Batches = _maybe("Batches of the step, or the skipped batches.")
@@ -125,13 +126,12 @@ class EventRecord(_EventsModel):
     skip: bool = _maybe("The update of the step was skipped.")
     skips: Int = _maybe("Skipped steps of the run up to this step.")
     grad_scale: Number = _maybe("Factor on the step's gradients; absent for a limit per tensor.")
-    lr_scale_before: Number = _maybe("Earlier learning-rate multiplier.")
-    lr_scale: Number = _maybe("New learning-rate multiplier.")
+    lr_scale_before: Number = _maybe("Learning-rate multiplier before a cut or a rollback.")
+    lr_scale: Number = _maybe("Learning-rate multiplier of the step, or after the rollback.")
     lr: Number = _maybe("The schedule's learning rate at `step`, without the multiplier.")
     lr_limit: Number = _maybe("Upper limit of the learning rate after a cut.")
     lr_at_fault: Number = _maybe("Learning rate at the fault, if the learning rate is the cause.")
     number: Int = _maybe("Number of the rollback in the whole run.")
-    depth: Int = _maybe("How many known-good checkpoints the rollback goes back.")
     checkpoint: Int = _maybe(
         "Step of the restored checkpoint, of the checkpoint that the event reports, or of the "
         "earlier weights of an assessment."
@@ -144,8 +144,7 @@ class EventRecord(_EventsModel):
     )
     held: Texts = _maybe("What the rollback holds in its healthy range, one sentence each.")
     moments_reset: bool = _maybe("The moments of the optimizers were reset.")
-    rewound: bool = _maybe("true: the data was rewound; false: the data continues forward.")
-    outcome: str = _maybe("The result. Of a rollback: done; of the data: a sentence.")
+    outcome: str = _maybe("What became of the data at a rollback: rewound, or why not.")
     why: str = _maybe("The reason, as text.")
     problem: str = _maybe("What went wrong, as text.")
     verdict: Literal["damage", "worse", "recovered", "accepted", "unknown"] = _maybe(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,9 +44,6 @@ class Curves(NamedTuple):
     """Whether the logged loss or norm is not finite, bool, or None without such marks."""
     rows: int | None = None
     """Number of rows before thinning, or None if no row was dropped."""
-    after_gap: np.ndarray | None = None
-    """Whether the rows of the steps before were lost with their process, bool, or None without such
-    marks."""
 
     def undone(self) -> np.ndarray:
         """Marks the rows that a later attempt has replaced, by starting at or before their step.
@@ -136,92 +132,53 @@ def read_metrics(path: Path, processes: Sequence[str]) -> tuple[Curves, list[str
     """
     rows = array("d")  # 8 bytes per number: a long run has millions of rows
     damage: list[str] = []
-    attempt, process, step, every, engine = -1, "", 0, 1, None
+    attempt, process, step, engine = -1, "", 0, None
     for line in _rows(path, processes, damage):
-        if engine is None:
-            engine = line.get("engine", "")
+        engine = line.get("engine", "") if engine is None else engine
         if line.get("engine", "") != engine:
             continue
-        before = process, step, every
-        process, step, every = line["run"], line["step"], line.get("every", 1)
-        if type(every) is not int:
-            every = 1
-        attempt += process != before[0] or step <= before[1]
-        # A process that was killed may have lost its last rows, although a later save was written.
-        after_gap = before[0] not in ("", process) and step > before[1] + max(every, before[2])
-        rows.extend((step, attempt, after_gap, *_values(line)))
-    table = np.frombuffer(rows).reshape(-1, 4 + len(_CURVES))
-    steps, attempts, gaps, nonfinite, *curves = table.T
+        attempt += line["run"] != process or line["step"] <= step
+        process, step = line["run"], line["step"]
+        rows.extend((step, attempt, *_values(line)))
+    table = np.frombuffer(rows).reshape(-1, 3 + len(_CURVES))
+    steps, attempts, nonfinite, *curves = table.T
     named = dict(zip(_CURVES, curves, strict=True))
-    marks = {"nonfinite": nonfinite.astype(bool), "after_gap": gaps.astype(bool)}
-    return Curves(steps, attempt=attempts, **marks, **named), damage
+    return Curves(steps, attempt=attempts, nonfinite=nonfinite.astype(bool), **named), damage
 
 
-def read_end(
-    path: Path, processes: Sequence[str]
-) -> tuple[Counter[str], dict[str, dict[str, Any]]]:
-    """Reads what the metrics file of a killed run shows of its end.
+def last_rows(path: Path, process: str) -> dict[str, dict[str, Any]]:
+    """Reads the last row of each engine of a process from the metrics file of a killed run.
 
     Args:
         path: the metrics file.
-        processes: ids of the processes of the run, the killed one last.
+        process: id of the killed process.
 
     Returns:
-        "skips" and "clips" -> number of steps, also of steps that a rollback has undone. Steps that
-        a restart repeats count once. A thinned file does not show each clipped step. Then the last
-        row of each engine of the last process; "" is the name of the only engine.
+        Engine -> its row; "" is the name of the only engine.
 
     Raises:
         OSError: the file cannot be read.
     """
-    changes: list[tuple[int, int, str]] = []  # number of the attempt, step, name
-    last: dict[str, dict[str, Any]] = {}
-    attempt, process, last_step = 0, "", 0
-    for row in _rows(path, processes, []):
-        step = row["step"]
-        if row["run"] != process:
-            changes = [each for each in changes if each[0] < attempt or each[1] < step]
-        elif step < last_step:  # after a rollback
-            attempt += 1
-        process, last_step = row["run"], step
-        if row.get("skip") is True:
-            changes.append((attempt, step, "skips"))
-        elif row.get("grad_scale", 1) != 1:
-            changes.append((attempt, step, "clips"))
-        if process == processes[-1]:
-            last[str(row.get("engine", ""))] = row
-    return Counter(name for _, _, name in changes), last
+    return {str(row.get("engine", "")): row for row in _rows(path, [process], [])}
 
 
 def _rows(path: Path, processes: Sequence[str], damage: list[str]) -> Iterator[dict[str, Any]]:
     """The lines of some processes in a metrics file. Adds a sentence for each damaged line."""
-    for number, line in read_lines(path, parse_metrics):
+    for number, line in read_lines(path, _parse_row):
         if isinstance(line, str):
             damage.append(f"line {number}: {line}")
         elif line["run"] in processes:
             yield line
 
 
-def parse_metrics(line: bytes) -> dict[str, Any] | str:
-    """Parses a line of a metrics file.
-
-    Args:
-        line: the bytes of the line, with or without its newline.
-
-    Returns:
-        The object, in which `kind`, `step` and `run` have the right types, or the reason why the
-        line is not a metrics line.
-    """
+def _parse_row(line: bytes) -> dict[str, Any] | str:
+    """Parses a line of a metrics file: the row, or the reason why the line is none."""
     parsed = parse_line(line)
     if isinstance(parsed, str):
         return parsed
-    if parsed.get("kind") != "step":
-        return 'not a metrics line, which has "kind": "step"'
     step = parsed.get("step")
-    if type(step) is not int or not 0 <= step < 1 << 53:
-        return f"step is not a whole number from 0 to 2^53: {step!r:.80}"
-    if not isinstance(parsed.get("run"), str):
-        return "run is not a string"
+    if type(step) is not int or not 0 <= step < 1 << 53 or not isinstance(parsed.get("run"), str):
+        return "not a metrics line, which has a whole number `step` and a text `run`"
     return parsed
 
 

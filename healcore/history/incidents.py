@@ -98,8 +98,6 @@ class Incident:
     """Tensors with unusual gradients, the worst first."""
     readings: ReadingsRecord | None = None
     """Readings of the first alarm."""
-    diagnosis: str = ""
-    """Explanation of the first alarm that has its own, or empty."""
     last_step: float | None = None
     """Step of the last alarm, or None if equal to `step`."""
     over: bool = False
@@ -135,59 +133,41 @@ class Incident:
             return self.step
         return self.last_step
 
-    def add(self, event: EventRecord) -> None:
-        """Adds an alarm or order of the incident.
+    def add(self, alarm: EventRecord) -> None:
+        """Adds an alarm of the incident.
 
-        Causes and actions accumulate. Batches, readings, evidence and diagnosis are taken from the
-        first event that has them, because later alarms are mostly consequences of the first alarm.
-
-        Args:
-            event: an event `alarm` or `order`.
+        Causes and actions accumulate. Batches, readings and evidence are of the first alarm that
+        has them, because later alarms are mostly consequences of it.
         """
-        self.step = max(self.step, float(event.step or 0))
-        if event.observed:
-            self.mode = Mode.OBSERVE
-        self.cause = _joined(self.cause, event.cause)
-        self.action = _joined(self.action, event.action)
-        self.batches = self.batches or _batch_ids(event)
-        self.rows = self.rows or event.rows or ()
-        if event.kind == "alarm":
-            self.alarms += 1
-            self.skipped += bool(event.skip)
-            self.readings = self.readings or event.readings
-            self.evidence = self.evidence or event.evidence or ()
-            self.diagnosis = self.diagnosis or event.diagnosis or ""
+        self.step = max(self.step, float(alarm.step or 0))
+        self.mode = Mode.OBSERVE if alarm.observed else self.mode
+        self.cause = tuple(dict.fromkeys((*self.cause, *(alarm.cause or ()))))
+        self.batches = self.batches or _batch_ids(alarm)
+        self.rows = self.rows or alarm.rows or ()
+        self.alarms += 1
+        self.skipped += bool(alarm.skip)
+        self.readings = self.readings or alarm.readings
+        self.evidence = self.evidence or alarm.evidence or ()
+        self._act(alarm, alarm.action or ())
 
-    def respond(self, event: EventRecord, *actions: str) -> None:
+    def respond(self, event: EventRecord, actions: Sequence[str] = ()) -> None:
         """Adds an event of the response: a rollback, a stop, a declined order, or a hook.
 
         Args:
-            event: the event. A policy may order the same action at each step of an incident, so a
-                second declined order in a row is not added.
-            *actions: names of its actions, such as "ROLLBACK".
+            event: the event.
+            actions: names of its actions, such as "ROLLBACK".
         """
-        self.action = _joined(self.action, actions)
-        if event.kind == "assessment" and self.declined and self.responses[-1].by == event.by:
-            return
         self.responses.append(event)
+        self._act(event, actions)
 
-    def cut(self, event: EventRecord) -> None:
-        """Adds a cut of the learning rate, from an event with the multiplier before and after.
-
-        A rollback that cuts writes two events, `rollback` and `lr`. The second event about the same
-        cut has no effect.
-        """
+    def _act(self, event: EventRecord, actions: Sequence[str]) -> None:
+        """Adds actions, and the multiplier of the learning rate if the event has changed it."""
+        self.action = tuple(dict.fromkeys((*self.action, *actions)))
         before, after = event.lr_scale_before, event.lr_scale
-        if before is None or after is None:
-            return
-        self.lr_path = self.lr_path or (before,)
-        if after != self.lr_path[-1]:
-            self.lr_path = (*self.lr_path, after)
-
-
-def _joined(names: Sequence[str], added: Sequence[str] | None) -> tuple[str, ...]:
-    """The union of names, in order of first occurrence."""
-    return tuple(dict.fromkeys((*names, *(added or ()))))
+        if before is not None and after is not None:
+            self.lr_path = self.lr_path or (before,)
+            if after != self.lr_path[-1]:
+                self.lr_path = (*self.lr_path, after)
 
 
 def _batch_ids(event: EventRecord) -> tuple[tuple[int, int], ...]:
@@ -208,70 +188,46 @@ def incidents_of(events: Iterable[EventRecord]) -> list[Incident]:
     current: Incident | None = None  # the last incident, or None after a rollback or a restart
     for event in events:
         step = float(event.step or 0)
-        onset = step if event.onset is None else float(event.onset)
         match event.kind:
-            case "incident":
-                current = _opened(found, event, onset)
-            case "alarm" | "order" if event.incident:
-                if not found or found[-1].number != event.incident:  # its first event is lost
-                    _opened(found, event, step)
-                current = found[-1]
+            case "alarm" if event.incident:
+                if current is None or current.number != event.incident:
+                    current = Incident(event.incident, step, step)
+                    found.append(current)
                 current.add(event)
             case "over":
                 for incident in found:
                     incident.over |= incident.number == event.incident
             case "rollback":
-                _roll_back(found, event, onset)
+                _roll_back(found, event)
                 current = None
             case "start" | "resume":
                 current = None
-            case "lr" if current is not None and _is_cut(event):
-                current.cut(event)
             case "assessment" if current is not None and event.verdict == "unknown":
-                current.respond(event)
+                if not current.declined:  # a policy may order the same at each step
+                    current.respond(event)
             case "hook" if current is not None and current.step == step:
                 overridden = event.ordered or ()
                 current.action = tuple(each for each in current.action if each not in overridden)
-                current.respond(event, *(event.action or ()))
+                current.respond(event, event.action or ())
             case "stop" if found:
-                found[-1].respond(event, "STOP")
+                found[-1].respond(event, ["STOP"])
     return found
 
 
-def _opened(found: list[Incident], event: EventRecord, onset: float) -> Incident:
-    """Adds the incident that begins with an event."""
-    incident = Incident(
-        number=event.incident or 0,
-        onset_step=onset,
-        step=max(onset, float(event.step or 0)),
-        cause=tuple(event.cause or ()),
-    )
-    if event.kind != "rollback":  # whose `batches` are those that it has skipped
-        incident.batches = _batch_ids(event)
-    found.append(incident)
-    return incident
-
-
-def _roll_back(found: list[Incident], event: EventRecord, onset: float) -> None:
+def _roll_back(found: list[Incident], event: EventRecord) -> None:
     """Adds a rollback to its incident, and marks the incidents that it has undone."""
+    step = event.step or 0
+    onset = step if event.onset is None else event.onset
     if not found or found[-1].onset_step != onset:
-        _opened(found, event, onset)  # better weights or a hook: a rollback without an incident
+        # Better weights or a hook: a rollback without an incident.
+        found.append(Incident(0, onset, max(onset, step), tuple(event.cause or ())))
     last = found[-1]
-    last.respond(event, "ROLLBACK")
-    last.cut(event)
+    last.respond(event, ["ROLLBACK"])
     # A dict as an ordered set: two rollbacks of an incident may skip the same batch.
     last.skipped_batches = tuple(dict.fromkeys((*last.skipped_batches, *_batch_ids(event))))
     for incident in found:
         if incident.onset_step >= (event.checkpoint or 0) and incident.undone_by is None:
             incident.undone_by = event
-
-
-def _is_cut(event: EventRecord) -> bool:
-    """Whether an event `lr` is a new cut: `why` marks a decrease to the limit of an earlier one."""
-    before, after = event.lr_scale_before, event.lr_scale
-    if before is None or after is None or after >= before:
-        return False
-    return event.why is None or "CUT_LR" in (event.action or ())
 
 
 # -- counts ---------------------------------------------------------------------------------------
@@ -317,20 +273,3 @@ def name_changes(*, observes: bool, **counts: _Count) -> dict[str, _Count | int]
     for name, number in counts.items():
         named[f"observed_{name}"] = number
     return named
-
-
-def count_incidents(incidents: Sequence[Incident], /, **counts: int | None) -> Counts:
-    """Counts incidents and their responses.
-
-    Args:
-        incidents: the incidents of one run or replay.
-        **counts: fields of `Counts` that are known from elsewhere. They replace the counted ones.
-
-    Returns:
-        The counts. An incident with number 0, which is only a rollback, counts as a rollback only.
-    """
-    return Counts(
-        incidents=sum(incident.number > 0 for incident in incidents),
-        rollbacks=sum(incident.rolled_back for incident in incidents),
-        skips=sum(incident.skipped for incident in incidents),
-    )._replace(**counts)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import enum
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from healcore.events.json_lines import Event
 from healcore.events.kinds import Trait, has
-from healcore.events.log import TIME_FORMAT
 from healcore.events.models import Ending, EventRecord, validate
 from healcore.events.process import Process
-from healcore.history.incidents import Counts, Incident, count_incidents, incidents_of
+from healcore.history.incidents import Counts, Incident, incidents_of
 
 _MAX_EVENTS = 10_000
 """Limit of the kept events of a run, of about 6 kB each: the newest ones."""
@@ -58,27 +56,11 @@ class RunProcess:
     first: EventRecord
     """Its first event of any kind."""
     last: EventRecord
-    """Its newest event of any kind. See also `add_row`."""
+    """Its newest event of any kind."""
     start: EventRecord | None = None
     """The event of the start, or None if it is lost, for example in a torn line."""
     end: EventRecord | None = None
     """The event of the end, or None for a process that was killed or still runs."""
-
-    def add_row(self, time: float) -> None:
-        """Takes a line of the metrics file for the newest record, if it is later than the events.
-
-        A healthy process writes few events. If it was killed, its metrics show how long it ran.
-
-        Args:
-            time: time of the line, in seconds since 1970.
-        """
-        last = self.last
-        if last.time is None or last.mono is None:
-            return
-        later = time - datetime.fromisoformat(last.time).timestamp()
-        if later > 0:
-            text = f"{datetime.fromtimestamp(time, UTC):{TIME_FORMAT}}"
-            self.last = last.model_copy(update={"time": text, "mono": last.mono + later})
 
     @property
     def seconds(self) -> float | None:
@@ -178,7 +160,11 @@ class RunHistory:
         if invalid_fields:
             self.malformed.append((record, invalid_fields))
         if not self.processes or record.run != self.processes[-1].id:
-            self._begin_process(record)
+            origin = "process" if self.attempts else "start"
+            killed = bool(self.processes) and self.processes[-1].end is None
+            self.attempts.append(RunAttempt(record.step or 0, origin, self.step, killed=killed))
+            self.processes.append(RunProcess(record.run, record, record))
+            self.step = None
         self.processes[-1].last = record
         self.lost += record.lost or 0
         if record.step is not None and not has(record.kind, Trait.CHECKPOINT):
@@ -186,58 +172,40 @@ class RunHistory:
             self.step = record.step + has(record.kind, Trait.JUDGED)
         if record.kind == "rollback" and record.checkpoint is None:
             return record  # damaged
-        self._track_checkpoints(record)
-        self._track_process(record)
+        self._note(record)
         if record.kind not in _ROUTINE:
             self.events.append(record)
         return record
 
-    def _begin_process(self, event: EventRecord) -> None:
-        """Adds a process, and the attempt that it begins."""
-        origin = "process" if self.attempts else "start"
-        killed = bool(self.processes) and self.processes[-1].end is None
-        self.attempts.append(RunAttempt(event.step or 0, origin, self.step, killed=killed))
-        self.processes.append(RunProcess(event.run, event, event))
-        self.step = None
-
-    def _track_checkpoints(self, event: EventRecord) -> None:
-        """Updates the checkpoints. A rollback or a restart abandons some."""
-        step = event.checkpoint
-        if step is None:
-            step = event.step or 0
+    def _note(self, event: EventRecord) -> None:
+        """Updates checkpoints, process and attempts."""
+        process, done = self.processes[-1], event.step or 0
+        step = done if event.checkpoint is None else event.checkpoint
         match event.kind:
-            case "start" if self.start is not None and self.start.store != event.store:
-                self.checkpoints.clear()
-            case "save":
-                self.checkpoints[step] = False
-            case "good":
-                self.checkpoints[step] = True
+            case "start":
+                if self.start is not None and self.start.store != event.store:
+                    self.checkpoints.clear()
+                process.start = event
+            case "save" | "good":
+                self.checkpoints[step] = event.kind == "good"
             case "save_failed":
                 self.checkpoints.pop(step, None)
             case "damaged" if not event.other_copy and step in self.checkpoints:
                 self.checkpoints[step] = False
-            case "rollback" | "resume":
-                kept = {saved: good for saved, good in self.checkpoints.items() if saved <= step}
-                self.checkpoints = kept
-        if event.last_good is not None:
-            self.checkpoints[event.last_good] = True
-
-    def _track_process(self, event: EventRecord) -> None:
-        """Updates the process and the attempts."""
-        process, target = self.processes[-1], event.checkpoint
-        match event.kind:
-            case "start":
-                process.start = event
             case "resume":
-                first = event.step or 0 if target is None else target
-                self._forget_from(first)
-                self.attempts[-1] = self.attempts[-1]._replace(first_step=first, origin="resume")
-            case "rollback" if target is not None:
+                self._forget_from(step)
+                self.attempts[-1] = self.attempts[-1]._replace(first_step=step, origin="resume")
+            case "rollback":
                 skipped = len(event.batches or ())
-                self.attempts.append(RunAttempt(target, "rollback", event.step or 0, skipped))
-                self.step = target
+                self.attempts.append(RunAttempt(step, "rollback", done, skipped))
+                self.step = step
             case "end":
                 process.end = event
+        if event.kind in ("rollback", "resume"):  # later checkpoints are abandoned
+            kept = {saved: good for saved, good in self.checkpoints.items() if saved <= step}
+            self.checkpoints = kept
+        if event.last_good is not None:
+            self.checkpoints[event.last_good] = True
 
     def _forget_from(self, step: int) -> None:
         """Forgets the judged steps from `step` on since the last rollback: a restart repeats them.
@@ -307,26 +275,6 @@ class RunHistory:
         return sum(rollback.steps_lost or 0 for rollback in self.rollbacks)
 
     @property
-    def why_lost(self) -> str:
-        """Why the newest lost steps were not repeated, or empty if no step is lost."""
-        return next((each.why or "" for each in reversed(self.rollbacks) if each.steps_lost), "")
-
-    @property
-    def answers(self) -> Counter[str]:
-        """Response to faults -> number of faults."""
-        return Counter(event.answer or "" for event in self.of("fault"))
-
-    @property
-    def alerts(self) -> int:
-        """Alerts outside of incidents, about which nothing was changed."""
-        return sum(not event.incident for event in self.of("alert"))
-
-    @property
-    def declined(self) -> int:
-        """Orders that were declined."""
-        return sum(event.verdict == "unknown" for event in self.of("assessment"))
-
-    @property
     def incidents(self) -> list[Incident]:
         """All incidents, oldest first."""
         return incidents_of(self.events)
@@ -361,24 +309,19 @@ class RunHistory:
 
         The damage has come back after each rollback, or no checkpoint could be restored.
         """
-        damage: dict[int, str | None] = {}
-        for event in self.of("assessment", "rollback"):
-            if event.kind == "rollback":  # undoes what could not be restored before
-                target = event.checkpoint or 0
-                for onset in [each for each, by in damage.items() if by == "nothing"]:
-                    if onset >= target:
-                        del damage[onset]
-            elif event.verdict == "accepted" and event.onset is not None:
-                damage.setdefault(event.onset, event.by)
+        damage: set[int] = set()
+        for event in self.of("assessment"):
+            if event.verdict == "accepted" and event.onset is not None:
+                damage.add(event.onset)
             elif event.verdict == "recovered":
-                damage.pop(event.onset, None)
+                damage.discard(event.onset or 0)
         return tuple(sorted(damage))
 
     @property
     def losses_before(self) -> dict[int, float]:
         """Onset of accepted damage -> mean loss before it, where known."""
-        accepted = [each for each in self.of("assessment") if each.verdict == "accepted"]
-        return {each.onset: each.loss_before for each in accepted if each.loss_before is not None}
+        known = [each for each in self.of("assessment") if each.loss_before is not None]
+        return {each.onset: each.loss_before for each in known}
 
     def counts(self) -> Counts:
         """Counts incidents, rollbacks and skips so far.
@@ -391,30 +334,24 @@ class RunHistory:
         # The events of older incidents may have been rotated away.
         numbers = [each.number for each in incidents]
         at_end = [event.incidents or 0 for event in self.of("end")]
-        counts = count_incidents(
-            incidents,
+        # One incident may have several rollbacks; a policy that observes has only incidents.
+        ordered = sum(incident.rolled_back for incident in incidents)
+        return Counts(
             incidents=max([*numbers, *at_end, 0]),
+            rollbacks=len(self.rollbacks) or ordered,
             skips=sum(bool(event.skip) for event in self.of("alarm")),
         )
-        if self.rollbacks:  # one incident may have several rollbacks
-            return counts._replace(rollbacks=len(self.rollbacks))
-        return counts  # a policy that observes has only incidents that would be rolled back
 
 
-def is_continuation(events: Iterable[Event]) -> bool:
-    """Whether a process resumed from a checkpoint of an earlier process.
+def _is_continuation(events: Iterable[Event]) -> bool:
+    """Whether a process says that it resumes a run, before its first save or alarm.
 
-    Args:
-        events: the events of the process, by `seq`.
-
-    Returns:
-        True if the process says so before its first save or alarm. A process that trains first has
-        begun another run.
+    A process that trains first has begun another run.
     """
     for event in events:
         if event["kind"] == "resume" or event.get("resumes") is True:
             return True
-        if event["kind"] in ("save", "alarm", "incident"):
+        if event["kind"] in ("save", "alarm"):
             return False
     return False
 
@@ -431,7 +368,7 @@ def runs_of(processes: Mapping[str, Sequence[Event]]) -> list[RunHistory]:
     """
     runs: list[RunHistory] = []
     for events in processes.values():
-        if not runs or not is_continuation(events):
+        if not runs or not _is_continuation(events):
             runs.append(RunHistory())
         for event in events:
             runs[-1].add(event)

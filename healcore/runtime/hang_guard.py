@@ -14,14 +14,14 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 from healcore import console
 from healcore.core.decision import Cause, names_of
 from healcore.events.models import Ending
 from healcore.runtime.reporting import postmortem
-from healcore.runtime.reporting.diagnosis import explain
+from healcore.runtime.reporting.diagnosis import RunOutcome, explain
 from healcore.runtime.reporting.run_log import RunLog
-from healcore.runtime.reporting.run_outcome import RunOutcome
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.ranks import Ranks
 
@@ -165,10 +165,8 @@ class HangGuard:
 
     def _alarm(self, waited_s: float) -> None:
         """Reports this rank's stacks, and ends the process if the policy says so."""
-        stacks = self._stacks()
-        rank = self._ranks.rank
-        why = f"rank {rank} has been within one step for {waited_s:.0f} s"
-        warning = why
+        stacks, rank = self._stacks(), self._ranks.rank
+        why = warning = f"rank {rank} has been within one step for {waited_s:.0f} s"
         if self._ends:
             warning += f"; it ends with exit status {EXIT_STATUS}"
             # A failed disk can block the report forever.
@@ -179,7 +177,7 @@ class HangGuard:
             warning += f"\n{stacks}"
         console.warning(warning)
         if rank == 0:
-            self._report(why, stacks, waited_s)
+            self._report(why, [{"ranks": [0], "stacks": stacks}], waited_s)
         if self._ends:
             if rank != 0:
                 time.sleep(_REPORTED_S)
@@ -189,29 +187,26 @@ class HangGuard:
     def _stacks(self) -> str:
         """The stacks of all threads, the training thread first."""
         frames = sys._current_frames()
+        threads = sorted(
+            threading.enumerate(), key=lambda each: each.ident != self._training_thread
+        )
         texts: list[str] = []
-        for thread in threading.enumerate():
-            if thread is threading.current_thread() or thread.ident not in frames:
-                continue
-            stack = "".join(traceback.format_stack(frames[thread.ident]))
-            place = len(texts)
-            if thread.ident == self._training_thread:
-                place = 0
-            texts.insert(place, f"Thread {thread.name}:\n{stack}")
+        for thread in threads:
+            if thread is not threading.current_thread() and thread.ident in frames:
+                stack = "".join(traceback.format_stack(frames[thread.ident]))
+                texts.append(f"Thread {thread.name}:\n{stack}")
         return "\n".join(texts)
 
-    def _report(self, why: str, text: str, waited_s: float) -> None:
+    def _report(self, why: str, stacks: list[dict[str, Any]], waited_s: float) -> None:
         """Writes the event, and the postmortem if the process ends. Runs on rank 0."""
         step, log, observes = self._step, self._log, self._policy.observes
-        stacks = [{"ranks": [0], "stacks": text}]
-        answer = "stop" if self._ends else "alert"
         log.event(
             "fault",
             step=step,
             cause=names_of(Cause.HANG),
             sign="no step within the time-out",
             problem=why,
-            answer=None if observes else answer,
+            answer=None if observes else "stop" if self._ends else "alert",
             observed=observes or None,
             seconds=round(waited_s, 3),
             stacks=stacks,

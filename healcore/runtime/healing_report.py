@@ -13,14 +13,8 @@ from healcore.events.json_lines import to_json
 from healcore.events.models import Ending
 from healcore.history.incidents import name_changes
 from healcore.runtime.data import BatchId
-from healcore.runtime.reporting.diagnosis import (
-    UNREPAIRED,
-    advice,
-    unrepaired_text,
-    why_no_good_checkpoint,
-)
+from healcore.runtime.reporting.diagnosis import RunOutcome, hints, unrepaired_text
 from healcore.runtime.reporting.postmortem import path_for
-from healcore.runtime.reporting.run_outcome import RunOutcome
 from healcore.runtime.run.ending.exits import RunStopped
 from healcore.runtime.run.ledger import IncidentRecord
 from healcore.runtime.run.out_of_memory import memory_text
@@ -48,8 +42,6 @@ class HealingReport:
     """Number of rollbacks."""
     steps_lost: int
     """Steps that rollbacks have undone and that were not repeated: the data was not rewound."""
-    recoveries: int
-    """Number of incidents that have ended."""
     history: tuple[IncidentRecord, ...]
     """The incidents, oldest first."""
     rollbacks: tuple[RollbackRecord, ...]
@@ -64,8 +56,6 @@ class HealingReport:
     """Current multiplier of the schedule's learning rate."""
     last_good: int | None
     """Step of the newest known-good checkpoint, or None without one."""
-    probation: int | None
-    """Healthy steps after which a checkpoint is known-good, or None if it is unknown."""
     postmortem: Path | None
     """Path of this process's postmortem, or None without such a file."""
     diagnosis: str
@@ -88,10 +78,8 @@ class HealingReport:
             run: the run, open or ended.
             memory: whether to write a memory profile.
         """
-        end, ending = run.end, Ending.COMPLETED
-        if end is not None:
-            ending = end.ending
-        outcome = RunOutcome.of(run, ending)
+        end = run.end
+        outcome = RunOutcome.of(run, Ending.COMPLETED if end is None else end.ending)
         ledger = run.ledger
         causes: Counter[str] = Counter()
         for incident in ledger.incidents:
@@ -104,43 +92,25 @@ class HealingReport:
             clips=sum(int(tally["clips"]) for tally in tallies),
             lr_cuts=sum(int(tally["lr_cuts"]) for tally in tallies),
         )
-        hints: tuple[str, ...] = ()
-        if outcome.open:
-            last = outcome.history.last_incident
-            current = Cause(0)
-            if last is not None and not last.over:
-                current = outcome.cause
-            hints = tuple(advice(current | outcome.lasting))
-        if outcome.unrepaired:
-            hints = (UNREPAIRED, *hints)
-        ending_text, diagnosis, postmortem = "running", "", None
-        if end is not None:
-            ending_text, postmortem = ending.value, _postmortem_of(run)
-            if isinstance(end.error, RunStopped):
-                diagnosis = end.error.diagnosis
+        healthy = not outcome.open and not outcome.unrepaired
+        completed = end is not None and end.ending == Ending.COMPLETED
+        error = None if end is None else end.error
         return cls(
             policy=run.policy.name,
-            ending=ending_text,
-            converged=(
-                ending_text == Ending.COMPLETED
-                and not outcome.open
-                and not outcome.unrepaired
-                and run.driver.has_finite_weights()
-            ),
+            ending="running" if end is None else end.ending.value,
+            converged=completed and healthy and run.driver.has_finite_weights(),
             steps=outcome.step,
             attempts=outcome.counts.rollbacks,
             steps_lost=outcome.steps_lost,
-            recoveries=sum(incident.over for incident in ledger.incidents),
             history=tuple(ledger.incidents),
             rollbacks=tuple(ledger.rollbacks),
             counts={**causes, **changes, "shrinks": run.record.shrinks},
             skipped_batches=tuple(sorted(run.loaders.skipped_ids())),
             lr_scale=outcome.lr_scale,
             last_good=outcome.last_good,
-            probation=outcome.probation,
-            postmortem=postmortem,
-            diagnosis=diagnosis,
-            advice=hints,
+            postmortem=None if end is None else _postmortem_of(run),
+            diagnosis=error.diagnosis if isinstance(error, RunStopped) else "",
+            advice=() if healthy else tuple(hints(outcome)),
             unrepaired=outcome.unrepaired,
             memory=memory_text(run) if memory else "",
         )
@@ -157,48 +127,27 @@ class HealingReport:
 
     def __str__(self) -> str:
         counts = ", ".join(f"{name} {number}" for name, number in self.counts.items() if number)
-        known_good = f"step {self.last_good}"
-        if self.last_good is None:
-            known_good = f"none{why_no_good_checkpoint(self.probation)}"
-        incidents = f"{len(self.history)}"
-        if self.history:
-            incidents += f", {self.recoveries} of them over"
-        if counts:
-            incidents += f"; {counts}"
-        elif not self.attempts:
-            incidents += "; nothing was changed"
+        rollbacks = f"{self.attempts}"
+        if self.rollbacks:
+            rollbacks += f", the last to step {self.rollbacks[-1].checkpoint}"
+        if self.steps_lost:
+            rollbacks += f", {counted(self.steps_lost, 'step')} not repeated"
         healthy = f"{self.converged}"
         if self.unrepaired:
             healthy += f" ({unrepaired_text(self.unrepaired)})"
-        lines = [
-            f"policy      {self.policy}",
-            f"ending      {self.ending} at step {self.steps}, healthy at the end: {healthy}",
-            f"incidents   {incidents}",
-            f"rollbacks   {self._rollbacks_text()}; learning rate × {self.lr_scale:g} now",
-            f"known-good  {known_good}",
-            f"postmortem  {self.postmortem or 'none'}",
-        ]
-        if self.memory:
-            lines.append(f"memory      {self.memory}")
-        if self.diagnosis:  # the diagnosis has advice of its own
-            return "\n".join([*lines, self.diagnosis])
-        return "\n".join([*lines, *(f"advice      {hint}" for hint in self.advice)])
-
-    def _rollbacks_text(self) -> str:
-        """The number of rollbacks, the step of the last checkpoint, and the repeated steps."""
-        text = f"{self.attempts}"
-        if not self.rollbacks:
-            return text
-        text += ", "
-        if self.attempts > 1:
-            text += "the last "
-        text += f"to step {self.rollbacks[-1].checkpoint}"
-        repeated = sum(each.repeated for each in self.rollbacks)
-        if repeated:
-            text += f", {counted(repeated, 'step')} repeated"
-        if self.steps_lost:
-            text += f", {counted(self.steps_lost, 'step')} not repeated"
-        return text
+        lines = {
+            "policy": self.policy,
+            "ending": f"{self.ending} at step {self.steps}, healthy at the end: {healthy}",
+            "incidents": f"{len(self.history)}; {counts or 'nothing was changed'}",
+            "rollbacks": f"{rollbacks}; learning rate × {self.lr_scale:g} now",
+            "known-good": "none" if self.last_good is None else f"step {self.last_good}",
+            "postmortem": f"{self.postmortem or 'none'}",
+            "memory": self.memory,
+        }
+        text = [f"{name:11} {value}" for name, value in lines.items() if value]
+        # The diagnosis has advice of its own.
+        advice = [f"{'advice':11} {hint}" for hint in self.advice]
+        return "\n".join([*text, *([self.diagnosis] if self.diagnosis else advice)])
 
 
 def _postmortem_of(run: Run) -> Path | None:
@@ -207,6 +156,4 @@ def _postmortem_of(run: Run) -> Path | None:
     if events.path is None:
         return None
     path = path_for(events.path, events.process_id)
-    if path.exists():
-        return path
-    return None
+    return path if path.exists() else None

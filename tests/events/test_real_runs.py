@@ -66,7 +66,7 @@ def test_a_run_with_all_sorts_of_trouble(framework, tmp_path):
     with pytest.raises(RunStopped):
         train(loop, policy, range(40), **options)
     # For alerts see tests/healer/test_alerts.py.
-    absent = {"save_failed", "problem", "assessment", "retried", "vote", "alert"}
+    absent = {"save_failed", "problem", "assessment"}
     assert kinds_in(path) >= set(KINDS) - absent
 
 

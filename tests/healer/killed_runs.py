@@ -297,12 +297,11 @@ def steps_of(root: Path) -> dict[tuple[int, int, int], list[Any]]:
 
 
 def logged_changes(root: Path) -> set[tuple[Any, ...]]:
-    """Each rollback (number, onset, checkpoint) and change of the rate's multiplier, as logged."""
+    """Each rollback (number, onset, checkpoint), as logged."""
     events = read(root / "store" / NAME).events
     back = [(e["number"], e["onset"], e["checkpoint"]) for e in events if e["kind"] == "rollback"]
     assert len({each[0] for each in back}) == len(back), f"{root}: a rollback is logged twice"
-    rates = [(e["step"], e["lr_scale_before"], e["lr_scale"]) for e in events if e["kind"] == "lr"]
-    return {*(("rollback", *each) for each in back), *(("lr", *each) for each in rates)}
+    return {*back}
 
 
 def goes_on(root: Path, before: bytes) -> bytes:

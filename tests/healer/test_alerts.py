@@ -97,8 +97,13 @@ def evaluate_badly_at(index: int) -> Callable[[Healer, int], None]:
     return after_step
 
 
-def steps_of(store: Path, kind: str) -> list[int]:
-    return [event["step"] for event in events(store, kind)]
+def alerts_of(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The alarms with an alert."""
+    return [event for event in found if event.get("alert")]
+
+
+def steps_of(found: list[dict[str, Any]]) -> list[int]:
+    return [event["step"] for event in found]
 
 
 # -- what an alert says ----------------------------------------------------------------------------
@@ -144,7 +149,7 @@ def test_an_alert_names_severity_diagnosis_action_and_reference(
     )
 
     # The event.
-    alerts = [event for event in events(tmp_path, "alert") if cause in event["cause"]]
+    alerts = [event for event in alerts_of(events(tmp_path)) if cause in event["alert"]]
     first = alerts[0]
     assert "ALERT" in first["action"]
     assert first["severity"] == ("error" if cause == "NONFINITE_LOSS" else "warning")
@@ -154,7 +159,7 @@ def test_an_alert_names_severity_diagnosis_action_and_reference(
     assert later in ([], [9]), "one alert, or one more at the tenth alarm"
 
     # The tracker, the console and the hook say the same.
-    assert [event for event in tracked if event["kind"] == "alert"] == alerts
+    assert alerts_of(tracked) == alerts
     assert_on_the_page(Cause[cause], capsys.readouterr().err, tmp_path)
     failure = contexts[0].failures[0]
     assert failure.severity == first["severity"]
@@ -207,7 +212,7 @@ def test_the_advice_of_a_run_that_never_moved_is_told(tmp_path, capsys):
     printed = capsys.readouterr().err
     for text in (str(report), postmortem["diagnosis"], printed):
         assert "a lower beta of DPO" in " ".join(text.split())
-    assert "plateau at the end, since its first alarm at step 4" in printed.replace("\n", " ")
+    assert "plateau at the end" in printed
 
 
 # -- how many alerts there are ---------------------------------------------------------------------
@@ -227,9 +232,9 @@ def test_the_alert_of_each_fault_is_on_the_console_once(tmp_path, capsys):
     """Each is a fault of its own after `quiet_steps` (20) without an alarm."""
     spikes = {35: 40.0, 37: 45.0, 150: 61.0, 151: 257.0, 400: 50.0, 410: 50.0}
     train_on(of_one(falling(420, spikes)), store=tmp_path)
-    assert steps_of(tmp_path, "alarm") == [*spikes]
+    assert steps_of(events(tmp_path, "alarm")) == [*spikes]
     assert spikes_printed(capsys) == [35, 150, 400]
-    assert steps_of(tmp_path, "alert") == [35, 150, 400]
+    assert steps_of(alerts_of(events(tmp_path))) == [35, 150, 400]
 
 
 @pytest.mark.slow
@@ -250,10 +255,10 @@ def test_many_faults_do_not_flood_the_console(tmp_path, capsys):
 
     train_on(of_one(falling(apart * 21, spikes)), store=tmp_path)
 
-    assert steps_of(tmp_path, "alarm") == [*spikes], "each is an alarm"
+    assert steps_of(events(tmp_path, "alarm")) == [*spikes], "each is an alarm"
     told = [apart * number for number in (*range(1, 11), 16)]
     assert spikes_printed(capsys) == told
-    assert steps_of(tmp_path, "alert") == told
+    assert steps_of(alerts_of(events(tmp_path))) == told
 
 
 FALLS = falling(60, by=0.05)
@@ -299,12 +304,12 @@ def test_each_cause_that_begins_has_an_alert_while_another_lasts(losses, norms, 
         trackers=[tracker_of(tracked)],
     )
 
-    alerts = events(tmp_path, "alert")
-    assert [alert["cause"] for alert in alerts] == [[cause] for cause in expected]
+    alerts = alerts_of(events(tmp_path))
+    assert [alert["alert"] for alert in alerts] == [[cause] for cause in expected]
     for alert, first in zip(alerts, expected.values(), strict=True):
         assert first <= alert["step"] <= first + 30
-        assert alert["diagnosis"] == FAILURES[Cause[alert["cause"][0]]].diagnosis
-    assert [event for event in tracked if event["kind"] == "alert"] == alerts
+        assert alert["diagnosis"] == FAILURES[Cause[alert["alert"][0]]].diagnosis
+    assert alerts_of(tracked) == alerts
 
 
 @pytest.mark.slow
@@ -316,10 +321,9 @@ def test_a_lasting_cause_hides_no_other_after_a_hundred_alarms(tmp_path, capsys)
 
     train_on(of_one(losses), policy, store=tmp_path)
 
-    alerts = events(tmp_path, "alert")
-    assert [alert["cause"] for alert in alerts] == [["PLATEAU"], ["LOSS_SPIKE"]]
-    assert steps_of(tmp_path, "alarm")[-1] == 160
-    assert "more than 100 alarms outside of incidents" in capsys.readouterr().err
+    alerts = alerts_of(events(tmp_path))
+    assert [alert["alert"] for alert in alerts] == [["PLATEAU"], ["LOSS_SPIKE"]]
+    assert steps_of(events(tmp_path, "alarm"))[-1] == 160
 
 
 def train_with_spikes(alert_steps: int, store: Path) -> None:
@@ -340,11 +344,11 @@ def train_with_spikes(alert_steps: int, store: Path) -> None:
 
 def test_a_policy_value_says_how_many_isolated_spikes_are_alerted(tmp_path):
     train_with_spikes(0, tmp_path / "default")
-    alarms = steps_of(tmp_path / "default", "alarm")
+    alarms = steps_of(events(tmp_path / "default", "alarm"))
     assert len(alarms) > 3
-    alerts = steps_of(tmp_path / "default", "alert")
+    alerts = steps_of(alerts_of(events(tmp_path / "default")))
     assert alerts == alarms[:1], "each is within quiet_steps of the one before"
 
     train_with_spikes(1, tmp_path / "each")
-    assert steps_of(tmp_path / "each", "alarm") == alarms
-    assert steps_of(tmp_path / "each", "alert") == alarms
+    assert steps_of(events(tmp_path / "each", "alarm")) == alarms
+    assert steps_of(alerts_of(events(tmp_path / "each"))) == alarms

@@ -96,8 +96,8 @@ def test_a_function_that_returns_the_same_iterator_goes_on_forward(tmp_path):
     loop = loop_of("torch", Faults(always=[BAD]))
     result = train(loop, POLICY, lambda: stream, store=tmp_path)
     assert result.rollbacks == 1
-    (data,) = [each for each in events(tmp_path, "data") if each.get("rewound") is False]
-    assert "has to make a new one at each call" in data["outcome"]
+    (rollback,) = events(tmp_path, "rollback")
+    assert "has to make a new one at each call" in rollback["outcome"]
     assert loop.faults.order == list(range(COUNT))
 
 

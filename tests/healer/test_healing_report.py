@@ -32,16 +32,11 @@ def test_the_report_is_plain_json_during_the_run_and_after_it(framework, tmp_pat
     assert found["history"][0]["onset"] == 23
     assert "completed at step 39" in str(report)
 
-    repeated = rollback["steps_repeated"]
-    said = f"rollbacks   1, to step {rollback['checkpoint']}, {repeated} steps repeated; learning"
+    said = f"rollbacks   1, the last to step {rollback['checkpoint']}; learning rate"
     assert said in str(report)
-    by_comparison = replace(report, history=(), counts={})
-    assert "incidents   0\n" in str(by_comparison), "the rollback has changed the weights"
-    untouched = replace(by_comparison, attempts=0, rollbacks=())
+    untouched = replace(report, history=(), counts={}, attempts=0, rollbacks=())
     assert "incidents   0; nothing was changed\n" in str(untouched)
     assert "rollbacks   0; learning rate" in str(untouched)
-    twice = replace(report, attempts=2, rollbacks=report.rollbacks * 2)
-    assert f"2, the last to step {rollback['checkpoint']}, {2 * repeated} steps" in str(twice)
 
 
 @BOTH_FRAMEWORKS

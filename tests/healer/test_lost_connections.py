@@ -318,7 +318,7 @@ def test_a_wait_is_reported_and_a_success_too(tmp_path, capsys):
         (2, 1, "retry"),
         (2, 2, "retry"),
     ]
-    (done,) = events(tmp_path, "retried")
+    (done,) = events(tmp_path, "note")
     assert (done["step"], done["attempt"]) == (2, 3)
     assert "reading a batch has succeeded at attempt 3" in capsys.readouterr().err
 

@@ -149,5 +149,5 @@ def test_loaders_that_take_turns_and_draw_by_themselves_are_told_to_have_names(t
             yield from healer.batches(second, epoch=epoch)
 
     start(unnamed, tmp_path)
-    lines = [each["outcome"] for each in events(tmp_path, "data")]
+    lines = [each["why"] for each in events(tmp_path, "note")]
     assert [line for line in lines if "take turns" in line and 'name="b"' in line]

@@ -74,9 +74,7 @@ def test_the_run_goes_back_by_default(framework, tmp_path):
     assert logged["onset"] == 24, "the checkpoint of step 25 has it"
     assert logged["checkpoint"] in (15, 20)
     assert result.step == 60, "no batch is skipped"
-    order = events(tmp_path, "order")[0]
-    assert (order["action"], order["step"]) == (["ROLLBACK"], 29), "the last judged step"
-    assert "seen" in order["why"]
+    assert "seen" in logged["problem"]
     assert result.last_good is not None
     assert result.last_good > 30
     (after,) = postmortems(tmp_path)
@@ -294,7 +292,6 @@ def test_it_stops_or_only_alerts_if_the_policy_orders_it(tmp_path):
     alerts = policies.load(rules(), rollback={"nonfinite_state": "alert"})
     result = spoilt_run(with_statistics(), alerts, tmp_path, at=[22], save_every=10)
     assert (result.rollbacks, result.step) == (0, 60)
-    assert events(tmp_path, "order")[0]["action"] == ["ALERT"]
     assert all(each["step"] < 25 for each in events(tmp_path, "good")), "nor is it known-good"
     assert "The run ends in that state" in postmortems(tmp_path)[0]["diagnosis"]
 
@@ -313,8 +310,7 @@ def test_a_mask_of_minus_infinity_is_allowed_after_a_restart_too(tmp_path):
 
 
 SENTENCES = {
-    "loss": "the loss is NaN or Inf since the start; the first tensor is the gradient of 0.weight; "
-    "look first for NaN or Inf in the inputs and labels",
+    "loss": "the loss is NaN or Inf since the start; the first tensor is the gradient of 0.weight",
     "gradient": "the gradient is NaN or Inf since the start; the first tensor is the gradient of ",
     "weights": "the loaded weights are NaN or Inf; the first tensor is 3.bias",
 }
@@ -336,7 +332,6 @@ def test_without_a_finite_step_the_healer_ends(kind, compares, steps, tmp_path):
         train(loop, "default", range(steps), store=tmp_path, loss_fn=loss_fn)
     assert SENTENCES[kind] in stop.value.why
     assert len(loop.faults.order) <= FROM_START + 1
-    assert "resolved by the end" not in str(stop.value.code)
 
 
 def test_nan_up_to_the_end_of_the_data_says_where_to_look(tmp_path):
@@ -345,8 +340,7 @@ def test_nan_up_to_the_end_of_the_data_says_where_to_look(tmp_path):
         train(loop, "default", range(80), store=tmp_path)
     assert stop.value.why == (
         "the data have ended, and the run has not trained on most of them: of 80 steps, 50 were "
-        "skipped; look first for NaN or Inf in the inputs and labels, then for a division by 0 or "
-        "a log of 0 in the loss"
+        "skipped"
     )
 
 

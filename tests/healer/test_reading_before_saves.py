@@ -9,7 +9,7 @@ import pytest
 from healcore.errors import Terminated
 from healcore.events import read
 from healcore.history import runs_of
-from healcore.runtime.reporting.faults_found import faults_found
+from healcore.runtime.reporting.diagnosis import faults_found
 from tests.healer.run_directory import events
 from tests.healer.simulated_kills import Crash, die_at_the_end
 from tests.healer.training_loops import SKIPS, Faults, TorchLoop, at, rules, train
@@ -35,10 +35,10 @@ def test_a_step_counts_once_if_the_program_saves_in_its_body_and_is_killed(tmp_p
             train(loop, SKIPS, range(20), store=tmp_path, save_every=50, before=at(10, kill))
     train(TorchLoop(Faults([6])), SKIPS, range(20), store=tmp_path, save_every=50)
 
-    assert [each["onset"] for each in events(tmp_path, "incident")] == [6]
+    assert [each["step"] for each in events(tmp_path, "alarm")] == [6]
     (history,) = runs_of(read(tmp_path / "healcore.events.jsonl").by_process())
     assert (history.counts().incidents, history.counts().skips) == (1, 1)
-    assert [fault.first for fault in faults_found(history)] == [6]
+    assert [first for first, _ in faults_found(history)] == [6]
 
 
 def test_an_order_is_carried_out_after_a_save_in_the_body_of_its_step(tmp_path):

@@ -37,7 +37,7 @@ FAULTS = {"nan before": 50, "nan after": 49, "rate": 90}
 """Kind of a fault -> the batch at which it begins."""
 MAX_RATIO = 1.02
 """Loss of a run that is killed in a trouble, by the loss of the run that is not killed."""
-CHANGES = ("incident", "over", "order", "rollback", "assessment", "lr", "skipped_batches")
+CHANGES = ("alarm", "over", "rollback", "assessment")
 """Kinds of events about decisions. A step that is repeated after a kill has its events twice."""
 
 

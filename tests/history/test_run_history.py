@@ -10,14 +10,12 @@ from hypothesis import strategies as st
 from healcore.events.json_lines import Event
 from healcore.history import Mode, RunHistory, RunState, runs_of
 from healcore.history.curves import _values, thin
-from healcore.runtime.reporting.diagnosis import STATES
-from healcore.runtime.reporting.faults_found import faults_found
+from healcore.runtime.reporting.diagnosis import STATES, faults_found
 from healcore.tools.report.incident_text import response_text
 
 START = ("start", 0, {"mode": "heal", "store": "there", "host": "h", "pid": 1})
 NAN = {"cause": ["NONFINITE_LOSS"], "skip": True, "incident": 1}
-BEGIN = ("incident", 5, {"incident": 1, "onset": 4, "cause": ["NONFINITE_LOSS"]})
-BACK = {"onset": 4, "checkpoint": 2, "outcome": "done", "lr_scale_before": 1.0, "lr_scale": 0.5}
+BACK = {"onset": 4, "checkpoint": 2, "outcome": "rewound", "lr_scale_before": 1.0, "lr_scale": 0.5}
 
 
 def events(*happened: tuple[str, int | None, dict[str, Any]], run: str = "a") -> list[Event]:
@@ -36,7 +34,7 @@ def test_an_incident_has_its_rollback():
     alarm = {**NAN, "evidence": [{"name": "w", "grad_norm": "nan"}]}
     left_out = {**BACK, "batches": [[0, 4], [0, 5]]}
     rollback, saved = ("rollback", 6, left_out), ("save", 3, {})
-    run = run_of(BEGIN, ("alarm", 4, alarm), ("alarm", 5, alarm), rollback, saved)
+    run = run_of(("alarm", 4, alarm), ("alarm", 5, alarm), rollback, saved)
     (case,) = run.incidents
     assert (case.number, case.onset_step, case.step, case.skipped) == (1, 4.0, 5.0, 2)
     assert (case.rolled_back, case.mode) == (True, Mode.HEAL)
@@ -57,10 +55,9 @@ def test_a_checkpoint_is_known_good_while_a_copy_is_intact():
 
 
 def test_a_declined_order_is_shown_as_declined():
-    order = {"incident": 1, "cause": ["NONFINITE_LOSS"], "action": ["ROLLBACK", "STOP"]}
+    alarm = {**NAN, "action": ["ROLLBACK", "STOP"]}
     declined = {"onset": 4, "cause": ["NONFINITE_LOSS"], "verdict": "unknown", "by": "nothing"}
-    twice = [("order", 5, order), ("assessment", 7, declined)] * 2
-    run = run_of(BEGIN, ("alarm", 4, NAN), *twice)
+    run = run_of(("alarm", 4, alarm), *[("assessment", 7, declined)] * 2)
     (case,) = run.incidents
     assert not case.rolled_back
     assert (case.action, run.counts().rollbacks, run.rollbacks) == (("ROLLBACK", "STOP"), 0, [])
@@ -69,15 +66,14 @@ def test_a_declined_order_is_shown_as_declined():
         "skipped 1 step; declined: no evidence that the current weights are worse"
     )
     hook = ("hook", 5, {"hook": "mine", "ordered": ["ROLLBACK"], "action": ["SAVE"]})
-    (case,) = run_of(BEGIN, ("order", 5, {**order, "action": ["ROLLBACK"]}), hook).incidents
+    (case,) = run_of(("alarm", 5, {**alarm, "action": ["ROLLBACK"]}), hook).incidents
     assert (case.action, case.rolled_back) == (("SAVE",), False)
 
 
 def test_a_rollback_without_an_incident_has_no_number():
     """The Healer rolls back to better weights without an incident, or a hook orders it."""
-    second = ("incident", 9, {"incident": 2, "onset": 9, "cause": ["NONFINITE_LOSS"]})
     back = ("rollback", 7, {**BACK, "onset": 3})
-    run = run_of(BEGIN, ("alarm", 4, NAN), back, second, ("alarm", 9, {**NAN, "incident": 2}))
+    run = run_of(("alarm", 4, NAN), back, ("alarm", 9, {**NAN, "incident": 2}))
     assert [case.number for case in run.incidents] == [1, 0, 2]
     assert [case.rolled_back for case in run.incidents] == [False, True, False]
     counts = run.counts()
@@ -114,19 +110,18 @@ def run_of_processes(*happened: list[Any]) -> RunHistory:
 
 def test_what_a_kill_has_lost_counts_once():
     """The run counts what its checkpoint knows: a restart repeats the steps after the save."""
-    second = ("incident", 7, {"incident": 2, "onset": 7, "cause": ["NONFINITE_LOSS"]})
     skipped = ("alarm", 7, {**NAN, "incident": 2})
-    first = [BEGIN, ("alarm", 4, NAN), ("save", 6, {}), second, skipped]
+    first = [("alarm", 4, NAN), ("save", 6, {}), skipped]
     resume = ("resume", 6, {"checkpoint": 6})
-    run = run_of_processes(first, [resume, second, skipped])
+    run = run_of_processes(first, [resume, skipped])
     assert [each.number for each in run.incidents] == [1, 2]
     assert run.attempts[1] == (6, "resume", 8, 0, True)
     assert run.counts().skips == 2
     assert run.counts().incidents == 2
-    assert [fault.first for fault in faults_found(run)] == [4.0, 7.0]
+    assert [first for first, _ in faults_found(run)] == [4.0, 7.0]
     # A rollback has saved its counts with the restored checkpoint, so a restart keeps them.
     back = ("rollback", 8, {**BACK, "checkpoint": 6, "onset": 7})
-    run = run_of_processes([*first, back], [resume, second, skipped])
+    run = run_of_processes([*first, back], [resume, skipped])
     assert [each.number for each in run.incidents] == [1, 2, 2]
     assert run.counts().skips == 3
 
@@ -184,14 +179,12 @@ def test_a_limit_of_0_is_none_in_force():
 def test_a_fault_is_undone_by_the_first_rollback_after_it():
     """The steps are repeated, and each pass has faults of its own."""
     nan = {"cause": ["NONFINITE_GRAD"], "skip": True}
-    first = ("incident", 157, {"incident": 1, "onset": 157, "cause": ["NONFINITE_GRAD"]})
-    second = ("incident", 161, {"incident": 2, "onset": 161, "cause": ["NONFINITE_GRAD"]})
     back = {"checkpoint": 100, "onset": 152, "by": "earlier_weights"}
     run = run_of(
-        first, ("alarm", 157, {**nan, "incident": 1}), ("rollback", 178, back),
-        second, ("alarm", 161, {**nan, "incident": 2}), ("rollback", 172, back),
+        ("alarm", 157, {**nan, "incident": 1}), ("rollback", 178, back),
+        ("alarm", 161, {**nan, "incident": 2}), ("rollback", 172, back),
     )  # fmt: skip
-    texts = [each.text for each in faults_found(run) if "nonfinite grad" in each.text]
+    texts = [text for _, text in faults_found(run) if "nonfinite grad" in text]
     assert texts == [
         "step 157: nonfinite grad. Skipped 1 step. Undone by the rollback from step 178.",
         "step 161: nonfinite grad. Skipped 1 step. Undone by the rollback from step 172.",
@@ -206,13 +199,13 @@ def test_an_alarm_that_comes_again_in_the_last_pass_is_not_undone():
         ("alarm", 150, spike), ("rollback", 370, back),
         ("alarm", 150, spike),
     )  # fmt: skip
-    texts = [each.text for each in faults_found(run) if "spike" in each.text]
+    texts = [text for _, text in faults_found(run) if "spike" in text]
     assert texts == ["step 150: loss spike. No remedy: an alarm alone changes nothing."]
 
 
 # -- damage that was not repaired -----------------------------------------------------------------
 
-TRIED = {"onset": 30, "checkpoint": 20, "outcome": "done", "by": "earlier_weights"}
+TRIED = {"onset": 30, "checkpoint": 20, "outcome": "rewound", "by": "earlier_weights"}
 ACCEPTED = {"onset": 30, "cause": [], "verdict": "accepted", "by": "earlier_weights", "why": "so"}
 
 
@@ -240,12 +233,3 @@ def test_a_restart_knows_of_accepted_damage_what_its_checkpoint_knows(
     second = events(("resume", resumed, {"checkpoint": resumed}), run="b")
     (run,) = runs_of({"a": first, "b": second})
     assert run.unrepaired == unrepaired
-
-
-def test_damage_without_a_usable_checkpoint_is_not_repaired_until_a_rollback_undoes_it():
-    left = ("assessment", 45, {**ACCEPTED, "by": "nothing"})
-    assert run_of(left).unrepaired == (30,)
-    run = run_of(left, ("rollback", 90, {**TRIED, "checkpoint": 60}))
-    assert run.unrepaired == (30,), "the restored checkpoint has the damage"
-    run = run_of(left, ("rollback", 90, TRIED))
-    assert run.unrepaired == ()

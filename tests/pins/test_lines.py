@@ -23,24 +23,17 @@ GOLDEN = Path(__file__).parent / "lines"
 KINDS = {
     "start": ["restart", "observed"],
     "resume": ["restart", "flipped_bit"],
-    "data": ["bad_weights", "bad_weights_again"],
     "save": ["restart", "exception"],
     "save_failed": ["full_disk"],
     "good": ["restart", "bad_weights"],
     "damaged": ["flipped_bit"],
     "alarm": ["bad_batch", "observed", "bad_weights", "cut"],
-    "incident": ["bad_batch", "observed"],
     "over": ["bad_batch", "bad_weights"],
-    "alert": ["bad_batch", "observed"],
-    "order": ["bad_weights", "cut", "observed", "stopped"],
     "assessment": ["bad_weights"],
     "rollback": ["bad_weights", "bad_weights_again", "cut"],
-    "skipped_batches": ["bad_weights_again", "cut"],
-    "lr": ["cut", "hooked"],
     "hook": ["hooked"],
     "fault": ["exception", "out_of_memory", "lost_connection"],
-    "vote": ["ranks"],
-    "retried": ["lost_connection"],
+    "note": ["ranks", "lost_connection", "bad_weights_again"],
     "stop": ["stopped"],
     "problem": ["observed", "flipped_bit", "unfinished_window"],
     "end": ["restart", "exception", "stopped", "bad_batch"],
@@ -103,7 +96,7 @@ def test_the_lines_of_a_program(program: str):
 @pytest.mark.parametrize("program", COMPARED)
 def test_the_lines_of_a_program_that_compares_weights(program: str):
     found = output(program)
-    rows = [row for kind in ("assessment", "rollback", "lr") for row in found.of_kind(kind)]
+    rows = [row for kind in ("assessment", "rollback") for row in found.of_kind(kind)]
     golden.check(GOLDEN / f"console/{program}.txt", "\n".join([found.console, *rows, ""]))
 
 

@@ -154,5 +154,4 @@ class Retries:
         if self._run is None:
             console.info(line)
         else:
-            self._run.log.event("retried", step=self._run.progress.step, attempt=number, why=line)
-            self._run.log.info(line)
+            self._run.log.note(self._run.progress.step, line, attempt=number)

@@ -1,23 +1,26 @@
-"""Writes the diagnosis of a run's end, live or killed: a list of findings, and the last line."""
+"""How a run has ended, live or killed: the facts, their diagnosis as text, and the last line."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from healcore.console import counted, first_of
 from healcore.core.decision import Cause, names_of
-from healcore.events.kinds import batch_names, flags_text, readings_text
+from healcore.events.kinds import batch_names, flags_text, readings_text, sentence
 from healcore.events.models import Ending
-from healcore.history import RunState
+from healcore.history import Counts, Incident, Mode, RunHistory, RunState
 from healcore.runtime.faults.failures import FAILURES, causes_of
-from healcore.runtime.reporting.faults_found import faults_found
-from healcore.runtime.reporting.run_outcome import RunOutcome
+from healcore.runtime.store.checkpoints import CheckpointInfo, StoreError
+
+if TYPE_CHECKING:
+    from healcore.runtime.run.run import Run
 
 _WIDTH = 96
 _SHOWN = 5
-_MAX_FAULTS = 10  # limit of the faults that a diagnosis lists
+_MAX_FAULTS = 10  # limit of the faults that a diagnosis lists, the newest ones
 
 _FAULTS = Cause.OOM | Cause.DATA | Cause.NETWORK | Cause.HANG | Cause.UNKNOWN | Cause.WORKER
 """Causes of exceptions. A rollback is not a response to them."""
@@ -69,22 +72,121 @@ _HEADLINES = {
 }
 
 
-class Finding(NamedTuple):
-    """What a person should know about the end of a run, as one entry of the diagnosis."""
+class RunOutcome(NamedTuple):
+    """How a run has ended, and what is known about the run at its end.
 
-    label: str
-    """What the text is about: "Seen", "Fault", "Tried", "Check", ..."""
-    text: str
-    """The finding, at its end the page that explains it."""
+    The diagnosis, the postmortem, the last line on the console and the `HealingReport` take their
+    facts from here. A live run builds its outcome itself (`RunOutcome.of`). After a kill the
+    next start builds the outcome from the files (`postmortem.write_for_killed`), so several fields
+    may be unknown.
+    """
+
+    history: RunHistory
+    """What happened in the run, from its events."""
+    ending: str
+    """Kind of the end, one of `Ending`."""
+    step: int
+    """Optimizer steps done."""
+    counts: Counts
+    """Counts of the whole run; lower limits if the run was killed."""
+    why: str = ""
+    """Reason of a stop, or name of the signal."""
+    exception: str | None = None
+    """The exception in one line, or None without an exception."""
+    fault: Cause = Cause(0)
+    """Cause of the exception, or 0 without an exception."""
+    open: bool | None = None
+    """Whether the last incident was open or the last step unhealthy, or None if unknown."""
+    lasting: Cause = Cause(0)
+    """Lasting causes of the last step, such as a plateau."""
+    lr_scale: float = 1.0
+    """Smallest multiplier of the learning rate of any engine, in (0, 1]."""
+    last_good: int | None = None
+    """Step of the newest known-good checkpoint on disk, or None without one. In memory if the store
+    has no directory."""
+    last_good_path: str | None = None
+    """Directory of the checkpoint `last_good`."""
+    nonfinite_saves: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    """Step and array names of each checkpoint with disallowed NaN or Inf."""
+    metrics: Mapping[str, float] = MappingProxyType({})
+    """`Healer.metrics` at the end."""
+    steps_lost: int = 0
+    """Steps that rollbacks have undone and that were not repeated: the data was not rewound."""
+    unrepaired: tuple[int, ...] = ()
+    """Onsets of the damage that the weights have: it came back after each rollback and was
+    accepted, or no checkpoint could be restored."""
+
+    @classmethod
+    def of(cls, run: Run, ending: Ending, why: str = "", **fields: Any) -> RunOutcome:
+        """Collects how a live run ends.
+
+        Args:
+            run: the parts of the run.
+            ending: the kind of end.
+            why: the reason of a stop, or the signal.
+            **fields: more fields, such as the exception.
+        """
+        good = run.known_checkpoints.last_good_step
+        found: CheckpointInfo | None = None
+        listed = listed_checkpoints(run)
+        for saved in listed:  # ascending
+            # A full disk may lack the newest ones, which are in host memory only.
+            outlives = saved.path is not None or not run.store.durable
+            if good is not None and saved.is_usable and saved.step <= good and outlives:
+                found = saved
+        if listed:
+            good = None if found is None else found.step
+        return cls(
+            run.log.history,
+            ending,
+            run.progress.step,
+            run.monitor.counts(),
+            why,
+            open=run.monitor.is_unhealthy,
+            lasting=run.monitor.lasting_causes,
+            lr_scale=run.rate_log.lr_scale,
+            last_good=good,
+            last_good_path=None if found is None else found.path,
+            nonfinite_saves=tuple(run.known_checkpoints.nonfinite),
+            metrics=run.monitor.metrics.values(),
+            steps_lost=sum(each.lost for each in run.ledger.rollbacks),
+            unrepaired=tuple(run.ledger.damage_left),
+            **fields,
+        )
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the run is complete, without an open incident or NaN in a checkpoint."""
+        trouble = self.open or self.nonfinite_saves or self.fault
+        return self.ending == Ending.COMPLETED and not trouble
+
+    @property
+    def cause(self) -> Cause:
+        """Cause of the last incident, or 0 without an incident."""
+        last = self.history.last_incident
+        return Cause(0) if last is None else causes_of(last.cause)
+
+
+def listed_checkpoints(run: Run) -> list[CheckpointInfo]:
+    """The checkpoints with their statuses, or an empty list if the store cannot be read.
+
+    For texts about the run's end, which must not fail because of the store.
+
+    Args:
+        run: the parts of the run.
+    """
+    try:
+        return run.known_checkpoints.listed()
+    except StoreError:
+        return []
 
 
 def explain(outcome: RunOutcome) -> str:
     """Writes the diagnosis for a person: a headline, then the findings.
 
         The program raised an exception at step 412: ValueError: ...
-        Seen: loss spike from step 398 on; loss 9.1 (limit 4); epoch 0 batch 398
-        Fault: step 240: nonfinite loss. Skipped 1 step.
-        Fault: steps 398 to 411: loss spike. Skipped 1 step.
+        Fault: step 240: nonfinite loss; loss 2.1; epoch 0 batch 240. Skipped 1 step.
+        Fault: steps 398 to 411: loss spike; loss 9.1; epoch 0 batch 398. Skipped 1 step.
         Tried: skipped 2 steps
         Check: The loss rose far above its level. ... (docs/faults.md#loss_spike)
         Last known-good: the checkpoint of step 300, in runs/7/step-300
@@ -95,91 +197,72 @@ def explain(outcome: RunOutcome) -> str:
     Returns:
         The text, in lines of at most 96 characters except for paths.
     """
-    because = outcome.why
-    if outcome.ending == Ending.EXCEPTION:
-        because = outcome.exception
-    at = f"at step {outcome.step}: {because}" if because else f"at step {outcome.step}"
+    because = outcome.exception if outcome.ending == Ending.EXCEPTION else outcome.why
+    at = f"at step {outcome.step}" + (f": {because}" if because else "")
     headline = _HEADLINES[Ending(outcome.ending)].format(at)
     if outcome.ending in (Ending.EXCEPTION, Ending.KILLED):
         headline = _wrapped(headline)
-    lines = [headline]
-    for label, text in findings(outcome):
-        line = f"{label}: {text}"
-        if label != "Last known-good":  # whose path stays on one line
-            line = _wrapped(line)
-        lines.append(line)
-    return "\n".join(lines)
+    return "\n".join([headline, *(_wrapped(": ".join(each)) for each in _findings(outcome))])
 
 
-def findings(outcome: RunOutcome) -> Iterator[Finding]:
-    """Finds out what a person should know about the end of a run.
+def _findings(outcome: RunOutcome) -> Iterator[tuple[str, str]]:
+    """What a person should know about the end of a run: what each finding is about, and its text.
 
-    Args:
-        outcome: how the run has ended.
-
-    Yields:
-        The findings, in the order of the diagnosis. What is not known has none.
+    What is not known has no finding.
     """
     history = outcome.history
-    assessments = history.of("assessment")
     if outcome.unrepaired:
-        why = [each.why for each in assessments if each.verdict == "accepted" and each.why]
-        yield Finding("Not healed", ": ".join([unrepaired_text(outcome.unrepaired), *why[-1:]]))
-    recovered = [each for each in assessments if each.verdict == "recovered" and each.why]
-    if recovered:
-        text = recovered_text([each.onset or 0 for each in recovered])
-        yield Finding("Recovered", f"{text}: {recovered[-1].why}")
-    seen = _seen(outcome)
-    if seen:
-        yield Finding("Seen", "; ".join(seen))
+        accepted = [each.why for each in history.of("assessment") if each.verdict == "accepted"]
+        why = filter(None, [unrepaired_text(outcome.unrepaired), *accepted[-1:]])
+        yield "Not healed", ": ".join(why)
+    for event in history.of("assessment"):
+        if event.verdict == "recovered" and event.why:
+            yield "Recovered", sentence(event)
     if outcome.nonfinite_saves:
         step, arrays = outcome.nonfinite_saves[0]
         saves = counted(len(outcome.nonfinite_saves), "checkpoint")
         text = f"NaN or Inf in {first_of(arrays, _SHOWN)}, in {saves} since step {step}"
         if outcome.nonfinite_saves[-1][0] == outcome.step:
             text += ". The run ends in that state"
-        yield Finding("State", text)
-    yield from _faults(outcome)
+        yield "State", text
+    found = faults_found(history)
+    if len(found) > _MAX_FAULTS:
+        yield "Fault", f"{len(found) - _MAX_FAULTS:,} earlier ones"
+    for _, fault in found[-_MAX_FAULTS:]:
+        yield "Fault", fault
     tried = interventions(outcome)
     if history.observes:
         tried = ["nothing: the policy only observes"]
+    if outcome.lr_scale < 1:
+        tried.append(f"learning rate × {outcome.lr_scale:.3g} at the end")
     if outcome.steps_lost:
         tried.append(lost_steps_text(outcome))
     if tried:
         at_least = " (at least)" if outcome.ending == Ending.KILLED else ""
-        yield Finding("Tried", "; ".join(tried) + at_least)
-    for hint in _hints(outcome):
-        yield Finding("Check", hint)
-    yield Finding("Last known-good", _last_good(outcome))
+        yield "Tried", "; ".join(tried) + at_least
+    for hint in hints(outcome):
+        yield "Check", hint
+    good = "none (docs/checkpoints.md)"
+    if outcome.last_good is not None:
+        good = f"the checkpoint of step {outcome.last_good}"
+        if outcome.unrepaired and outcome.last_good > outcome.unrepaired[0]:
+            good += " (saved after the damage began, so its weights may be damaged)"
+        if outcome.last_good_path:
+            good += f", in {outcome.last_good_path}"
+    yield "Last known-good", good
 
 
-def _faults(outcome: RunOutcome) -> Iterator[Finding]:
-    """The faults of a run. Of many faults those with a remedy come first, then the newest ones."""
-    faults = faults_found(outcome.history)
-    chosen = sorted(faults, key=lambda fault: (fault.has_remedy, fault.first))[-_MAX_FAULTS:]
-    for fault in faults:
-        if fault in chosen:
-            yield Finding("Fault", fault.text)
-    if len(faults) > len(chosen):
-        yield Finding("Fault", f"and {len(faults) - len(chosen):,} more")
-
-
-def _hints(outcome: RunOutcome) -> list[str]:
+def hints(outcome: RunOutcome) -> list[str]:
     """Collects the advice for a person, about this run first, then about its causes."""
-    history, last = outcome.history, outcome.history.last_incident
     # Of alarms about which nothing was done: only a person can act on them.
     cause = outcome.lasting
-    for names in history.alarms_outside(undone=False).values():
+    for names in outcome.history.alarms_outside(undone=False).values():
         cause |= causes_of(names)
-    hints = [UNREPAIRED] if outcome.unrepaired else []
-    healthy = outcome.ending == Ending.COMPLETED and not outcome.open
-    if healthy and not outcome.nonfinite_saves and not outcome.fault:
-        return hints or advice(cause)
+    found = [UNREPAIRED] if outcome.unrepaired else []
+    if outcome.is_healthy:
+        return found + advice(cause)
     cause |= outcome.cause | outcome.fault
-    if last is not None and last.diagnosis:
-        hints.append(last.diagnosis)
-        cause &= ~Cause.NONFINITE_GRAD  # the gradients were finite
-    return hints + advice(cause, rollbacks=len(history.rollbacks))
+    return found + advice(cause, rollbacks=len(outcome.history.rollbacks))
 
 
 def advice(cause: Cause, *, rollbacks: int = 0) -> list[str]:
@@ -192,38 +275,110 @@ def advice(cause: Cause, *, rollbacks: int = 0) -> list[str]:
     Returns:
         The diagnosis of each cause and the page about it, in the order of `FAILURES`.
     """
-    hints: list[str] = []
+    found: list[str] = []
     for flag, row in FAILURES.items():
         if flag in cause:
-            hints.append(f"{row.diagnosis} (docs/faults.md#{row.name})")
+            found.append(f"{row.diagnosis} (docs/faults.md#{row.name})")
     if cause & ~_FAULTS and rollbacks > 1:
-        hints.append(_REPEATED)
-    return hints
+        found.append(_REPEATED)
+    return found
+
+
+# -- faults ---------------------------------------------------------------------------------------
+
+
+def faults_found(history: RunHistory) -> list[tuple[float, str]]:
+    """Lists the faults of a run: incidents, alarms that changed nothing, exceptions with an answer.
+
+    Alarms outside of incidents are one fault for each cause. Alarms that a rollback has undone are
+    not listed: the final weights do not depend on them.
+
+    Args:
+        history: what happened in the run.
+
+    Returns:
+        The first step of each fault, and what it was, what was measured, the remedy and the steps
+        that it cost; in the order of the first steps.
+    """
+    faults: list[tuple[float, str]] = []
+    for incident in history.incidents:
+        text = f"{_steps_text(incident.onset_step, incident.end)}: {_seen(incident)}"
+        faults.append((incident.onset_step, f"{text}. {'. '.join(_remedies(incident))}."))
+    alarms: dict[tuple[str, ...], list[float]] = {}
+    for step, causes in sorted(history.alarms_outside(undone=False).items()):
+        alarms.setdefault(causes, []).append(step)
+    for causes, steps in alarms.items():
+        text = f"{_steps_text(steps[0], steps[-1])}: {flags_text(causes)}"
+        if len(steps) > 1:
+            text += f" at {len(steps):,} steps"
+        faults.append((steps[0], f"{text}. No remedy: an alarm alone changes nothing."))
+    for event in history.of("fault"):
+        if event.answer not in (None, "save"):  # otherwise it ended the run, see the headline
+            text = sentence(event).removeprefix("fault: ")
+            faults.append((event.step or 0, f"step {event.step}: {text}."))
+    return sorted(faults)
+
+
+def _steps_text(first: float, last: float) -> str:
+    """A range of steps as text: "step 7" or "steps 7 to 12"."""
+    return f"step {first:.0f}" if first == last else f"steps {first:.0f} to {last:.0f}"
+
+
+def _seen(incident: Incident) -> str:
+    """What was wrong in an incident, and what was measured."""
+    clauses = [incident_cause_text(incident)]
+    if incident.readings is not None:
+        clauses.append(readings_text(incident.readings, incident.cause))
+    if incident.evidence:
+        norms = [f"{tensor.name} ({tensor.grad_norm:.3g})" for tensor in incident.evidence]
+        clauses.append(f"unusual gradients: {first_of(norms, _SHOWN)}")
+    clauses.append(first_of(batch_names(incident.batches, incident.rows), _SHOWN))
+    return "; ".join(filter(None, clauses))
+
+
+_FOUND_BY = {
+    "earlier_weights": "earlier weights were better on the same batches",
+    "nonfinite_steps": "no finite step any more",
+    "intended_numbers": "a change that the program makes on purpose",
+    "state": "a save with NaN or Inf",
+}
+"""`EventRecord.by` of a rollback without an alarm -> what was wrong."""
+
+
+def incident_cause_text(incident: Incident) -> str:
+    """Describes what was wrong in an incident.
+
+    Args:
+        incident: the incident, or a rollback without an alarm.
+
+    Returns:
+        Its causes, such as "nonfinite loss". Without an alarm, why the run was rolled back.
+    """
+    if incident.cause:
+        return flags_text(incident.cause)
+    for event in incident.responses:
+        if event.by:
+            return event.problem or _FOUND_BY.get(event.by, event.by)
+    return "a rollback without an alarm"
+
+
+def _remedies(incident: Incident) -> list[str]:
+    """What was done about an incident, as sentences without their full stop."""
+    phrases: list[str] = []
+    if incident.skipped:
+        more = " or more" if incident.capped else ""
+        phrases.append(f"skipped {counted(incident.skipped, 'step')}{more}")
+    for event in incident.responses:
+        if event.kind != "stop":  # the headline has its reason
+            phrases.append(sentence(event))
+    if incident.undone_by is not None and not incident.rolled_back:
+        phrases.append(f"undone by the rollback from step {incident.undone_by.step or 0}")
+    if incident.mode is Mode.OBSERVE:
+        phrases = [f"only observed: {phrase}" for phrase in phrases]
+    return [phrase[:1].upper() + phrase[1:] for phrase in phrases or ["training continued"]]
 
 
 # -- clauses --------------------------------------------------------------------------------------
-
-
-def _seen(outcome: RunOutcome) -> list[str]:
-    """What was seen of the last incident, and which cause lasts."""
-    last, clauses = outcome.history.last_incident, []
-    if outcome.lasting:
-        clauses.append(lasting_text(outcome))
-    if last is None:
-        return clauses
-    text = f"{flags_text(last.cause)} from step {last.onset_step:.0f} on"
-    if last.over or outcome.open is False:
-        text += ", resolved by the end"
-    clauses.append(text)
-    if last.readings is not None:
-        clauses.append(readings_text(last.readings, last.cause))
-    if last.evidence:
-        norms = [f"{tensor.name} ({tensor.grad_norm:.3g})" for tensor in last.evidence]
-        clauses.append(f"unusual gradients: {first_of(norms, _SHOWN)}")
-    clauses.append(first_of(batch_names(last.batches, last.rows), _SHOWN))
-    if outcome.counts.incidents > 1:
-        clauses.append(f"{outcome.counts.incidents} incidents in all")
-    return [clause for clause in clauses if clause]
 
 
 def lasting_text(outcome: RunOutcome) -> str:
@@ -233,37 +388,20 @@ def lasting_text(outcome: RunOutcome) -> str:
         outcome: how the run has ended; `lasting` is not empty.
 
     Returns:
-        A clause, for example "plateau at the end, since its first alarm at step 800".
+        A clause, for example "plateau at the end".
     """
-    lasting = names_of(outcome.lasting)
-    text = f"{flags_text(lasting)} at the end"
-    for step, causes in outcome.history.alarms_outside().items():
-        if not set(causes).isdisjoint(lasting):
-            return f"{text}, since its first alarm at step {step:.0f}"
-    return text
+    return f"{flags_text(names_of(outcome.lasting))} at the end"
 
 
 def unrepaired_text(onsets: Sequence[int]) -> str:
     """Describes damage that was not repaired, by the steps at which it begins (at least one)."""
-    return f"damage since {_steps_of(onsets)} was not repaired"
-
-
-def recovered_text(onsets: Sequence[int]) -> str:
-    """Describes accepted damage from which the run has recovered, by the steps of its onset."""
-    return f"nothing is left of the damage since {_steps_of(onsets)}"
-
-
-def _steps_of(onsets: Sequence[int]) -> str:
-    """Names some steps, for example "step 7" or "steps 7, 19"."""
-    steps = first_of([str(onset) for onset in onsets], _SHOWN)
-    return f"step {steps}" if len(onsets) == 1 else f"steps {steps}"
+    return f"damage since step {first_of([*map(str, onsets)], _SHOWN)} was not repaired"
 
 
 def lost_steps_text(outcome: RunOutcome) -> str:
     """A clause about the steps that rollbacks have undone and that were not repeated."""
     total = outcome.step + outcome.steps_lost
-    text = f"{outcome.steps_lost:,} of {total:,} steps were not repeated"
-    return f"{text}, because {outcome.why_lost}" if outcome.why_lost else text
+    return f"{outcome.steps_lost:,} of {total:,} steps were not repeated"
 
 
 def interventions(outcome: RunOutcome) -> list[str]:
@@ -278,60 +416,25 @@ def interventions(outcome: RunOutcome) -> list[str]:
     counts, history = outcome.counts, outcome.history
     # The changes for damage that was not repaired are undone.
     rollbacks = [each for each in history.rollbacks if each.onset not in outcome.unrepaired]
-    answers = history.answers
-    # The engine counts a limit as a cut. After another rollback it may have forgotten the limit.
-    limits = min(sum(event.lr_limit is not None for event in rollbacks), counts.lr_cuts)
+    answers = [event.answer for event in history.of("fault")]
+    declined = [event for event in history.of("assessment") if event.verdict == "unknown"]
     done = (
-        (counts.skips, "skipped {step}"),
-        (sum(len(event.batches or ()) for event in rollbacks), "skipped {batch} after a rollback"),
-        (counts.clips, "clipped {step}"),
-        (counts.lr_cuts - limits, "cut the learning rate {times}"),
-        (limits, "limited the learning rate {times}"),
-        (answers["shrink_microbatch"], "split the batch {times} when memory ran out"),
-        (answers["skip_batch"], "skipped an unreadable batch {times}"),
-        (answers["retry"], "repeated a network call {times}"),
-        (history.declined, "declined {rollback} that a rule asked for"),
-        (counts.rollbacks, "rolled back {times}"),
+        (counts.skips, "skipped {}", "step", "steps"),
+        (sum(len(event.batches or ()) for event in rollbacks), "left out {}", "batch", "batches"),
+        (counts.clips, "clipped {}", "step", "steps"),
+        (counts.lr_cuts, "lowered the learning rate {}", "time", "times"),
+        (answers.count("shrink_microbatch"), "split the batch {}", "time", "times"),
+        (answers.count("skip_batch"), "skipped {}", "unreadable batch", "unreadable batches"),
+        (answers.count("retry"), "repeated a network call {}", "time", "times"),
+        (len(declined), "declined {}", "rollback", "rollbacks"),
+        (counts.rollbacks, "rolled back {}", "time", "times"),
     )
     phrases: list[str] = []
-    for number, phrase in done:
+    for number, phrase, one, several in done:
         if number:
-            words = {
-                "step": counted(number, "step"),
-                "batch": counted(number, "batch", "batches"),
-                "rollback": counted(number, "rollback"),
-                "times": "once" if number == 1 else f"{number:,} times",
-            }
-            phrases.append(phrase.format_map(words))
-    if outcome.lr_scale < 1 and not history.observes:
-        phrases.append(f"learning rate × {outcome.lr_scale:.3g} at the end")
+            words = counted(number, one, several)
+            phrases.append(phrase.format("once" if words == "1 time" else words))
     return phrases
-
-
-def _last_good(outcome: RunOutcome) -> str:
-    step = outcome.last_good
-    if step is None:
-        return f"none{why_no_good_checkpoint(outcome.probation)}"
-    text = f"the checkpoint of step {step}"
-    if outcome.unrepaired and step > outcome.unrepaired[0]:
-        text += " (saved after the damage began, so its weights may be damaged)"
-    if outcome.last_good_path:
-        text += f", in {outcome.last_good_path}"
-    return text
-
-
-def why_no_good_checkpoint(probation: int | None) -> str:
-    """Explains why no checkpoint is known-good.
-
-    Args:
-        probation: healthy steps after which a checkpoint is known-good, or None if unknown.
-
-    Returns:
-        The reason, as text that begins with a colon, or an empty string if it is unknown.
-    """
-    if probation is None:
-        return ""
-    return f": known-good after {probation} healthy steps (rollback.probation, docs/checkpoints.md)"
 
 
 def last_line(outcome: RunOutcome, newest: int | None) -> str:
@@ -344,43 +447,33 @@ def last_line(outcome: RunOutcome, newest: int | None) -> str:
     Returns:
         The line, for example "completed after step 500: skipped 1 step; checkpoint 500 is on disk".
     """
-    history, completed = outcome.history, outcome.ending == Ending.COMPLETED
-    text = f"{STATES[RunState(outcome.ending)]} after step {outcome.step}"
-    if completed and outcome.steps_skipped:
-        text += f" of {outcome.step + outcome.steps_skipped}"
-    elif outcome.ending == Ending.REQUESTED:
-        text = f"ended by {outcome.why} after step {outcome.step}"
+    text = STATES[RunState(outcome.ending)]
+    if outcome.ending == Ending.REQUESTED:
+        text = f"ended by {outcome.why}"
     elif outcome.ending == Ending.STOPPED:
-        text = f"stopped by the policy ({outcome.why}) after step {outcome.step}"
+        text += f" ({outcome.why})"
     elif outcome.ending == Ending.EXCEPTION and outcome.why:
-        text = f"ended incomplete ({outcome.why})"  # the Healer may not have counted the steps
+        text = f"ended incomplete ({outcome.why})"
     phrases = interventions(outcome)
-    if history.observes:
+    if outcome.history.observes:
         phrases = [f"would have {phrase}" for phrase in phrases]
     clauses = [", ".join(phrases) or "no intervention"]
     if outcome.unrepaired:
         clauses.insert(0, unrepaired_text(outcome.unrepaired))
-    if history.alerts and not outcome.counts.rollbacks:  # a rollback may have healed them
-        clauses.append(f"{counted(history.alerts, 'alert')} changed nothing")
-    if outcome.counts.dropped:
-        clauses.append(f"the loss scale skipped {counted(outcome.counts.dropped, 'step')}")
     if outcome.steps_lost:
         clauses.append(lost_steps_text(outcome))
     if newest is not None:
         clauses.append(f"checkpoint {newest} is on disk")
-    if not completed or outcome.open or outcome.nonfinite_saves:  # an earlier one may be needed
+    if not outcome.is_healthy:  # an earlier one may be needed
         if outcome.last_good is not None:
             clauses.append(f"newest known-good checkpoint: step {outcome.last_good}")
         elif outcome.open or outcome.nonfinite_saves or outcome.ending == Ending.STOPPED:
             clauses.append("no checkpoint is known-good")
-    return f"{text}: {'; '.join(clauses)}"
+    return f"{text} after step {outcome.step}: {'; '.join(clauses)}"
 
 
 def _wrapped(text: str) -> str:
+    """Wraps a finding. A path stays whole."""
     return textwrap.fill(
-        text,
-        _WIDTH,
-        subsequent_indent="  ",
-        break_long_words=False,
-        break_on_hyphens=False,
+        text, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )

@@ -14,25 +14,6 @@ IN_A_ROW = 1_000
 """Consecutive steps without a finite step after which any other run ends."""
 
 
-def by_optimizer_text(rate: float | None) -> str:
-    """Explains a step whose gradients were finite, and whose update was not.
-
-    Args:
-        rate: the learning rate, which is named if it is not finite.
-
-    Returns:
-        The diagnosis for a person.
-    """
-    text = "the optimizer made NaN or Inf of a finite gradient"
-    if rate is not None and not math.isfinite(rate):
-        text += f": the learning rate is {rate}"
-    return (
-        f"{text}. Look at its learning rate and schedule, and at its numbers in a small dtype: in "
-        "bfloat16 a b2 of 0.999 is 1, in float16 an eps of 1e-8 is 0 "
-        "(optax.inject_hyperparams takes hyperparam_dtype=jnp.float32)."
-    )
-
-
 def nonfinite_streak_text(
     record: StepRecord, steps: int, weights: Sequence[str], from_start: bool
 ) -> str:
@@ -65,23 +46,5 @@ def nonfinite_streak_text(
     text += f": the {signal} is NaN or Inf{since}"
     for tensor in record.evidence:
         if not math.isfinite(tensor.grad_norm):
-            text += f"; the first tensor is the gradient of {tensor.name}"
-            break
-    return text + likely_cause_text(record)
-
-
-def likely_cause_text(record: StepRecord | None) -> str:
-    """Says where to look first after many steps whose loss was NaN or Inf.
-
-    Args:
-        record: the newest step that was not finite, or None without such a step.
-
-    Returns:
-        A clause that begins with a semicolon, or an empty string if the loss was finite.
-    """
-    if record is None or not record.cause & Cause.NONFINITE_LOSS:
-        return ""
-    return (
-        "; look first for NaN or Inf in the inputs and labels, then for a division by 0 or a log "
-        "of 0 in the loss"
-    )
+            return f"{text}; the first tensor is the gradient of {tensor.name}"
+    return text

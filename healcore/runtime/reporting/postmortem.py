@@ -18,11 +18,10 @@ from healcore.events.log import process_path
 from healcore.events.metrics import COMPARED
 from healcore.events.models import Ending, EventRecord
 from healcore.history import RunHistory, RunState, runs_of
-from healcore.history.curves import read_end
+from healcore.history.curves import last_rows
 from healcore.history.incidents import name_changes
 from healcore.runtime.faults.failures import causes_of
-from healcore.runtime.reporting.diagnosis import explain
-from healcore.runtime.reporting.run_outcome import RunOutcome
+from healcore.runtime.reporting.diagnosis import RunOutcome, explain
 from healcore.runtime.store import files
 
 SCHEMA = 2
@@ -51,7 +50,6 @@ def write(
     trace: str | None = None,
     certain: bool = True,
     stacks: Sequence[dict[str, Any]] = (),
-    lost: int | None = None,
 ) -> str | None:
     """Writes the postmortem next to the events file, atomically.
 
@@ -63,14 +61,13 @@ def write(
         trace: the exception with its traceback, or None for the line in `outcome`.
         certain: False if the run may still be running, on a machine that cannot be asked.
         stacks: stacks of a hanging run, see `EventRecord.stacks`.
-        lost: number of events that could not be written, or None for the number in the events.
 
     Returns:
         A sentence about the error, or None if the postmortem was written.
     """
     path = path_for(events, outcome.history.processes[-1].id)
     try:
-        fields = _fields(outcome, trace, certain, stacks, lost)
+        fields = _fields(outcome, trace, certain, stacks)
         text = json.dumps(to_json(fields), indent=2)
         path.parent.mkdir(parents=True, exist_ok=True)
         files.replace(path, f"{text}\n".encode("ascii"))
@@ -84,26 +81,15 @@ def _fields(
     trace: str | None,
     certain: bool,
     stacks: Sequence[dict[str, Any]],
-    lost: int | None,
 ) -> dict[str, Any]:
     """The fields of the file, see `write`."""
-    history = outcome.history
-    counts = outcome.counts
+    history, counts = outcome.history, outcome.counts
     process = history.processes[-1]
-    start = process.start or EventRecord()
-    last = process.last
-    seconds = process.seconds
-    if outcome.ending == Ending.KILLED:  # the calling process is another process
-        ended = last.time or ""
-    else:
+    seconds, ended = process.seconds, process.last.time
+    if outcome.ending != Ending.KILLED:  # otherwise the calling process is another process
         ended = log.now()
         if process.first.mono is not None:
             seconds = time.monotonic() - process.first.mono
-    if seconds is not None:
-        seconds = round(seconds, 6)
-    lost_events = history.lost
-    if lost is not None:
-        lost_events = lost
     return {
         "schema": SCHEMA,
         "run": process.id,
@@ -115,38 +101,31 @@ def _fields(
         "metrics": outcome.metrics,
         "rollbacks": [_rollback_fields(event) for event in history.rollbacks],
         "steps_lost": outcome.steps_lost,
-        "unrepaired": list(outcome.unrepaired),
+        "unrepaired": outcome.unrepaired,
         "lr_scale": outcome.lr_scale,
         "last_good": outcome.last_good,
         "last_good_path": outcome.last_good_path,
         "exception": trace or outcome.exception,
         "ended": ended,
-        "seconds": seconds,
-        "lost_events": lost_events,
+        "seconds": seconds and round(seconds, 6),
+        "lost_events": history.lost,
         "process": process.identity(),
-        "environment": start.environment or {},
+        "environment": process.start and process.start.environment,
         "certain": certain,
-        "stacks": list(stacks),
+        "stacks": stacks,
         "diagnosis": explain(outcome),
     }
 
 
 def _rollback_fields(event: EventRecord) -> dict[str, Any]:
     """A rollback as an entry of the postmortem's `rollbacks`."""
-    step = event.step or 0
-    onset = step
-    if event.onset is not None:
-        onset = event.onset
-    lr_scale = 1.0
-    if event.lr_scale is not None:
-        lr_scale = event.lr_scale
     return {
-        "step": step,
-        "onset": onset,
+        "step": event.step,
+        "onset": event.onset,
         "target": event.checkpoint,
         "lr": event.lr,
         "lr_limit": event.lr_limit,
-        "lr_scale": lr_scale,
+        "lr_scale": event.lr_scale,
         "skipped": len(event.batches or ()),
         "repeated": event.steps_repeated or 0,
         "lost": event.steps_lost or 0,
@@ -236,47 +215,39 @@ def outcome_of_killed(history: RunHistory, metrics: Path | None = None) -> RunOu
         The outcome, from which the diagnosis is written. The run may have done more steps.
     """
     why = ""
-    process = history.processes[-1].identity()
+    killed = history.processes[-1]
+    process = killed.identity()
     if history.state is RunState.UNKNOWN and process is not None:
         why = f"it ran on {process.host}, whose processes this host cannot see"
-    step, counts, lasting, numbers = history.step or 0, history.counts(), Cause(0), {}
+    step, lasting, numbers = history.step or 0, Cause(0), {}
+    last_rollback = max((_seconds(event) for event in history.rollbacks), default=0.0)
     try:
-        rows: dict[str, dict[str, Any]] = {}
-        if metrics is not None and metrics.is_file():
-            changes, rows = read_end(metrics, [each.id for each in history.processes])
-            rows = _not_undone(rows, history)
-            skips, clips = max(counts.skips, changes["skips"]), changes["clips"] or None
-            counts = counts._replace(skips=skips, clips=clips)
+        rows = {} if metrics is None or not metrics.is_file() else last_rows(metrics, killed.id)
         for engine, row in rows.items():
+            if float(row["time"]) <= last_rollback:
+                continue  # the rollback has undone the step
             step = max(step, row["step"] + 1)
             lasting |= causes_of(map(str, row.get("cause", ()))) & LASTING
             for name in LAST_NUMBERS:
                 if name in row:
                     numbers["/".join(filter(None, ("heal", engine, name)))] = row[name]
-            history.processes[-1].add_row(float(row["time"]))
     except Exception as error:  # the file may be of another program
         console.warning(f"the last metrics in {metrics} cannot be read: {error!r}")
     return RunOutcome(
         history,
         Ending.KILLED,
         step,
-        counts,
+        history.counts(),
         why=why,
         lr_scale=1.0 if history.lr_scale is None else history.lr_scale,
         last_good=history.last_good,
         lasting=lasting,
         metrics=numbers,
         steps_lost=history.steps_lost,
-        why_lost=history.why_lost,
         unrepaired=history.unrepaired,
     )
 
 
-def _not_undone(rows: dict[str, dict[str, Any]], history: RunHistory) -> dict[str, dict[str, Any]]:
-    """Engine -> the last row of a killed run, unless a rollback has undone it."""
-    last_rollback = 0.0
-    for event in history.rollbacks:
-        if event.time is not None:  # a row has milliseconds
-            time_of = datetime.fromisoformat(event.time).timestamp()
-            last_rollback = max(last_rollback, round(time_of, 3))
-    return {engine: row for engine, row in rows.items() if float(row["time"]) > last_rollback}
+def _seconds(event: EventRecord) -> float:
+    """The time of an event in seconds since 1970, to milliseconds as in a row of metrics."""
+    return round(datetime.fromisoformat(event.time).timestamp(), 3) if event.time else 0.0

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from healcore import console
-from healcore.console import Console
+from healcore.console import Console, fitted
 from healcore.core.decision import Cause, names_of
 from healcore.core.step_record import StepRecord
 from healcore.events import Log
@@ -45,8 +46,8 @@ class RunLog:
     """The user's functions for events."""
     history: RunHistory = field(default_factory=RunHistory)
     """What happened in the run. On rank 0 it includes the events of earlier processes."""
-    _advised: set[str] = field(default_factory=set)
-    """Advice that a line has given: the last failed call and the exception of the loop are one."""
+    _named: set[str] = field(default_factory=set)
+    """What the lines of `name_page` have named."""
 
     def event(self, kind: str, *, step: int | None, **fields: object) -> EventRecord:
         """Writes an event, and passes it to the trackers and the user's hooks.
@@ -69,6 +70,17 @@ class RunLog:
         for problem in self.hooks.on_event(event):
             self.problem(step, problem)
         return record
+
+    def note(self, step: int | None, why: str, **fields: object) -> None:
+        """Writes an event `note`, and logs it at INFO.
+
+        Args:
+            step: index of the optimizer step, or None.
+            why: what the run has done, one sentence.
+            **fields: further fields of the event.
+        """
+        self.event("note", step=step, why=why, **fields)
+        self.info(f"step {step}: {why}")
 
     def problem(self, step: int | None, problem: str) -> None:
         """Writes an event `problem`, and logs a warning.
@@ -97,14 +109,7 @@ class RunLog:
         self.event("assessment", step=step, **fields)
 
     def fault(
-        self,
-        step: int,
-        fault: Fault,
-        problem: str,
-        line: str | None = None,
-        *,
-        answer: str | None,
-        **fields: object,
+        self, step: int, fault: Fault, problem: str, *, answer: str | None, **fields: object
     ) -> None:
         """Writes the event of a fault, and logs a warning, or an error if the run ends.
 
@@ -112,36 +117,38 @@ class RunLog:
             step: index of the optimizer step.
             fault: the classified exception.
             problem: description of the fault and of the answer to it.
-            line: a shorter `problem` for the log, or None for `problem` itself.
             answer: action of the policy's rule, or None if the exception propagates.
             **fields: further fields of the event.
         """
-        line = f"step {step}: {line or problem}"
         ends_run = answer in (None, "save")
-        severity = Severity.WARNING
-        if ends_run:
-            severity = fault.failure.severity
+        failure = fault.failure
         self.event(
             "fault",
             step=step,
             cause=names_of(fault.cause),
             sign=fault.sign,
             problem=problem,
-            severity=severity,
+            severity=failure.severity if ends_run else Severity.WARNING,
             diagnosis=fault.advice,
-            references=list(fault.failure.references),
+            references=list(failure.references),
             answer=answer,
             **fields,
         )
-        if ends_run:
-            # The advice about an unknown exception would be to read it.
-            has_advice = fault.cause != Cause.UNKNOWN
-            if has_advice and fault.advice not in self._advised:
-                self._advised.add(fault.advice)
-                line = f"{line.removesuffix('.')}. {fault.advice}"
-            self.error(line)
-        else:
-            self.warning(line)
+        write = self.error if ends_run else self.warning
+        write(fitted(f"step {step}: {problem}"))
+        if ends_run and fault.cause != Cause.UNKNOWN:  # its page would say: read the exception
+            self.name_page(failure.name, write)
+
+    def name_page(self, failure: str, write: Callable[[str], None]) -> None:
+        """Logs, once in a run, which page says what to check.
+
+        Args:
+            failure: the name of a failure.
+            write: `warning` or `error`.
+        """
+        if failure not in self._named:
+            self._named.add(failure)
+            write(f"what to check: docs/faults.md#{failure}")
 
     def records(
         self, index: int, records: list[StepRecord], *, several: bool, steps_at_once: int = 1
@@ -174,14 +181,8 @@ class RunLog:
         if not self.silent:
             console.error(line, self.console)
 
-    def report_trackers(self, step: int) -> None:
-        """Logs the failures of trackers since the last call."""
-        for problem in self.trackers.take_problems():
-            self.problem(step, problem)
-
     def close(self) -> None:
         """Writes the buffered metrics and closes the trackers. Never raises."""
         with suppress(Exception):
-            for problem in self.trackers.close():
-                self.warning(problem)
+            self.trackers.close()
         self.metrics.flush()

@@ -81,9 +81,8 @@ def select(trackers: object) -> tuple[Selection, ...]:
     """
     if trackers is None:
         return ()
-    if isinstance(trackers, list | tuple):
-        return tuple(map(_select_one, trackers))
-    return (_select_one(trackers),)
+    several = trackers if isinstance(trackers, list | tuple) else [trackers]
+    return tuple(map(_select_one, several))
 
 
 def _select_one(tracker: object) -> Selection:
@@ -117,15 +116,15 @@ class Trackers:
         self._config: dict[str, Any] = {}
         self._deliveries = [_Delivery(*selection) for selection in selected]
 
-    def start(self, run_id: str) -> None:
+    def start(self, run_id: str, warn: Callable[[str], None]) -> None:
         """Starts to deliver the records, including the records before the call.
 
         Args:
             run_id: id of the training run, the same in all its processes.
+            warn: logs the first failure of a tracker.
         """
         for delivery in self._deliveries:
-            delivery.queue.appendleft(("start", TrackedRun(run_id, self._config)))
-            delivery.start()
+            delivery.open(TrackedRun(run_id, self._config), warn)
 
     def metrics(self, step: int, record: StepRecord, fields: Mapping[str, Any]) -> None:
         """Sends the numbers of a step.
@@ -140,12 +139,9 @@ class Trackers:
         prefix = "heal/"
         if "engine" in fields:  # the run has several optimizers
             prefix = f"heal/{fields['engine']}/"
-        values: dict[str, float] = {}
-        for name in _FIELDS:
-            if name in fields:
-                values[f"{prefix}{name}"] = float(fields[name])
-        values[f"{prefix}cause"] = float(int(record.cause))
-        values[f"{prefix}action"] = float(int(record.action))
+        numbers = {name: fields[name] for name in _FIELDS if name in fields}
+        numbers |= {"cause": int(record.cause), "action": int(record.action)}
+        values = {f"{prefix}{name}": float(number) for name, number in numbers.items()}
         self._send("metrics", step, values)
 
     def event(self, event: Mapping[str, Any]) -> None:
@@ -159,36 +155,17 @@ class Trackers:
             self._config = {name: value for name, value in event.items() if name not in omitted}
         self._send("event", event)
 
-    def take_problems(self) -> list[str]:
-        """Takes the failures since the last call.
-
-        Returns:
-            A sentence for each failure. A tracker reports only its first failure.
-        """
-        problems: list[str] = []
-        for delivery in self._deliveries:
-            while delivery.problems:
-                problems.append(delivery.problems.popleft())
-        return problems
-
-    def close(self) -> list[str]:
-        """Delivers the pending records, for at most `MAX_WAIT` seconds.
-
-        Returns:
-            The failures, as `take_problems` does. A tracker that has not finished is one of them.
-        """
+    def close(self) -> None:
+        """Delivers the pending records, for at most `MAX_WAIT` seconds."""
         for delivery in self._deliveries:
             delivery.ended.set()
         deadline = time.monotonic() + MAX_WAIT
         for delivery in self._deliveries:
-            if delivery.ident is not None:
+            if delivery.is_alive():
                 delivery.join(max(0.0, deadline - time.monotonic()))
             if delivery.is_alive():
-                late = f"has not finished within {MAX_WAIT:g} s: it loses records"
-                delivery.problems.append(f"{delivery.name} {late}")
-        problems = self.take_problems()
+                delivery.fail(f"has not finished within {MAX_WAIT:g} s: it loses records")
         self._deliveries = []
-        return problems
 
     def _send(self, method: str, *arguments: object) -> None:
         for delivery in self._deliveries:
@@ -198,20 +175,26 @@ class Trackers:
 class _Delivery(threading.Thread):
     """The thread of one tracker: a daemon, so that a hanging tracker does not keep the program."""
 
-    def __init__(self, name: str, open_tracker: Callable[[], Tracker]) -> None:
+    def __init__(self, name: str, make_tracker: Callable[[], Tracker]) -> None:
         super().__init__(name=f"tracker {name}", daemon=True)
         self.ended = threading.Event()
         self.queue: deque[tuple[Any, ...]] = deque(maxlen=MAX_PENDING)
         """Calls: a method of the tracker, and its arguments."""
-        self.problems: deque[str] = deque()
-        """Failures that are not reported yet."""
-        self._failed = False
+        self._make_tracker = make_tracker
         self._tracker: Tracker | None = None
         """The tracker, or None if it cannot be opened or started."""
-        try:  # in the thread of the loop, to which an active run of trackio belongs
-            self._tracker = open_tracker()
+        self._warn: Callable[[str], None] | None = None
+        """Logs the first failure; None after it."""
+
+    def open(self, run: TrackedRun, warn: Callable[[str], None]) -> None:
+        """Opens the tracker in the thread of the loop, to which an active trackio run belongs."""
+        self._warn = warn
+        try:
+            self._tracker = self._make_tracker()
         except (Exception, SystemExit) as error:  # from the import or from the client
-            self._fail(error)
+            self.fail(f"fails, training continues: {type(error).__name__}: {error}")
+        self.queue.appendleft(("start", run))
+        self.start()
 
     def run(self) -> None:
         ended = False
@@ -228,15 +211,15 @@ class _Delivery(threading.Thread):
             if call is not None:
                 call(*args)
         except BaseException as error:  # some clients raise SystemExit
-            self._fail(error)
+            self.fail(f"fails, training continues: {type(error).__name__}: {error}")
             if method == "start":
                 self._tracker = None
 
-    def _fail(self, error: BaseException) -> None:
-        if not self._failed:
-            self._failed = True
-            why = f"{self.name} fails, training continues: {type(error).__name__}: {error}"
-            self.problems.append(why[:1000])
+    def fail(self, why: str) -> None:
+        """Logs a failure, unless an earlier one was logged."""
+        if self._warn is not None:
+            warn, self._warn = self._warn, None
+            warn(f"{self.name} {why}"[:1000])
 
 
 class TrackedRun(NamedTuple):
@@ -249,24 +232,16 @@ class TrackedRun(NamedTuple):
 
 
 def event_text(event: Mapping[str, Any]) -> str:
-    """Writes one line about an event.
+    """Writes one line about an event: its kind, its step and its sentence.
+
+    At most 1,000 characters, because a sentence may quote a long error.
 
     Args:
         event: the event, from `Log.write`.
-
-    Returns:
-        The kind, the step and the sentence of the event, at most 1,000 characters, because a
-        sentence may quote a long error.
     """
-    line = event["kind"]
-    step = event.get("step")
-    if step is not None:
-        line += f" at step {step}"
-    record, _ = validate(event)
-    text = sentence(record)
-    if not text:
-        return line
-    return f"{line}: {text}"[:1000]
+    step = "" if event.get("step") is None else f" at step {event['step']}"
+    text = filter(None, [sentence(validate(event)[0]), event.get("diagnosis")])
+    return f"{event['kind']}{step}: {'. '.join(text)}"[:1000]
 
 
 class _Wandb:
@@ -307,17 +282,11 @@ class _Wandb:
 
     def event(self, event: Mapping[str, Any]) -> None:
         kind = event["kind"]
-        if not has(kind, Trait.SEVERE):
-            return
-        title = f"healcore: {kind}"
-        causes = flags_text(event.get("cause", ()))
-        if causes:
-            title += f": {causes}"
-        warning, error = self.levels
-        level = warning
-        if kind == "stop" or event.get("severity") == "error":
-            level = error
-        self._run.alert(title, event_text(event), level)
+        if has(kind, Trait.SEVERE) or "alert" in event:
+            causes = flags_text(event.get("alert", event.get("cause", ())))
+            title = ": ".join(filter(None, ["healcore", kind, causes]))
+            is_error = kind == "stop" or event.get("severity") == "error"
+            self._run.alert(title, event_text(event), self.levels[is_error])
 
     def close(self) -> None:
         if self._is_new:

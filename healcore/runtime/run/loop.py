@@ -532,8 +532,7 @@ class Loop:
         self.run.log.problem(self.run.progress.step, problem)
 
     def log_warnings(self) -> None:
-        """Reports the driver's warnings and the failures of trackers."""
-        self.run.log.report_trackers(self.run.progress.step)
+        """Reports the warnings of the driver."""
         while self.run.driver.warnings:
             self.warn(self.run.driver.warnings.pop(0))
 

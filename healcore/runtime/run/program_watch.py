@@ -77,11 +77,10 @@ class StructureChanges:
         run.loaders.epoch_loop.changed_in = epoch
         run.witness.on_structure_change()
         run.schedule.after_change = True
-        run.log.event("data", step=step, outcome=f"the model has changed: {first_of(changes)}")
         self._count += 1
         if passes_power_of_ten(self._count - 1, self._count):
-            again = f" ({self._count} times so far)" if self._count > 1 else ""
-            run.log.info(
-                f"step {step}: the program has changed the structure of its model{again}: "
-                f"{first_of(changes)}. A checkpoint follows, because earlier ones do not fit it"
+            run.log.note(
+                step,
+                f"the program has changed the structure of its model: {first_of(changes)}. "
+                "A checkpoint follows, because earlier ones do not fit it",
             )

@@ -29,8 +29,8 @@ from healcore.runtime.run.dispatch_queue import DispatchQueue
 from healcore.runtime.run.ending.exits import RunEnd
 from healcore.runtime.run.ending.requests import EndRequests
 from healcore.runtime.run.ending.stopping import Stopping
+from healcore.runtime.run.incidents.metrics import RateLog
 from healcore.runtime.run.incidents.monitor import IncidentMonitor
-from healcore.runtime.run.incidents.rate_log import RateLog
 from healcore.runtime.run.journal import Journal
 from healcore.runtime.run.ledger import Ledger
 from healcore.runtime.run.loop import Loop

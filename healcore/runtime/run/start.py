@@ -199,7 +199,7 @@ def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
             "the run was opened in a side thread, where Python delivers no signals: SIGTERM and "
             "Ctrl-C end the process without a save. Open the Healer in the main thread"
         )
-    run.log.trackers.start(run.record.run or run.log.events.process_id)
+    run.log.trackers.start(run.record.run or run.log.events.process_id, run.log.warning)
     run.hang_guard.start()
     run.driver.on_step = run.loop.on_step
 

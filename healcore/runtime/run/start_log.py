@@ -73,32 +73,23 @@ def log_first_lines(
         where = "by the trainer only"
     if run.loop.state.is_complete:
         run.log.info(
-            f"this run has completed at step {step}: its final state is loaded, the loop trains "
-            f"nothing, and the program goes on after it; checkpoints {where}. To train further, "
-            "raise the number of epochs or steps and pass resume=True; an empty directory begins a "
-            "new run"
+            f"this run has completed at step {step}: its final state is loaded, and the loop "
+            f"trains nothing (docs/faq.md); checkpoints {where}"
         )
         return
     begins = f"resumes from the checkpoint of step {step}" if resumed else f"starts at step {step}"
     if run.progress.had_completed:
         begins = f"loads the final state of step {step} of a run that has completed"
-    policy = run.policy.name
+    facts = f"policy {run.policy.name}"
     if run.policy.observes:
-        policy += " (observes, changes nothing)"
+        facts += " (observes, changes nothing)"
     rate = _first_rate(run)
-    shown = "not known yet" if rate is None else f"{rate:.4g}"
-    if rate == 0:  # a warm-up from 0 otherwise looks like a mistake
-        shown += f" at step {step}"
-    size = run_settings.settings_for_events(settings, rate).get("batch_size")
-    batch_size = "" if size is None else f", batch size {size}"
-    run.log.info(
-        f"{begins}: policy {policy}, learning rate {shown}{batch_size}; checkpoints {where}"
-    )
+    if rate is not None:
+        facts += f", learning rate {rate:.4g}"
+    run.log.info(f"{begins}: {facts}; checkpoints {where}")
     text = run_settings.changes_text(changes)
     if text:
         run.loop.warn(
-            f"other settings than at the start of this run (saved -> given): {text}. Numbers in "
-            "the state, such as the rate of a torch optimizer, stay as saved. What the program "
-            "computes, such as a schedule of optax, is as given. To train with new settings from "
-            "the start, pass an empty directory"
+            f"other settings than at the start of this run (saved -> given): {text}; "
+            "numbers in the state stay as saved (docs/data-and-resume.md)"
         )

@@ -22,9 +22,9 @@ from healcore.core.decision import NONFINITE, Action, Cause, names_of
 from healcore.core.engine import Engine
 from healcore.core.errors import HealcoreError
 from healcore.events.kinds import flags_text
-from healcore.history import Curves, Incident, Mode
+from healcore.history import Counts, Curves, Incident, Mode
 from healcore.history.curves import thinned
-from healcore.history.incidents import MAX_ALARMS, alarm_spans, count_incidents
+from healcore.history.incidents import MAX_ALARMS, alarm_spans
 from healcore.history.run_history import RunAttempt
 from healcore.policy import Policy, PolicyLike, dumps
 from healcore.policy.loader import resolve
@@ -255,8 +255,12 @@ class Replay:
             fingerprint=summary.fingerprint,
             curves=thinned(_curves(trace, rows)),
             incidents=self.incidents,
-            counts=count_incidents(
-                self.incidents, skips=summary.skips, clips=summary.clips, alarms=summary.alarms
+            counts=Counts(
+                incidents=summary.incidents,
+                rollbacks=summary.rollbacks,
+                skips=summary.skips,
+                clips=summary.clips,
+                alarms=summary.alarms,
             ),
             facts=facts,
             notes=(*notes, *first_lines(trace.problems, MAX_LINES, "not read: "), *trace.notes),

@@ -481,7 +481,7 @@ def _draw_curve(axis: Any, curves: Curves, values: np.ndarray, colour: str) -> N
 def _plot(axis: Any, curves: Curves, values: np.ndarray, where: np.ndarray, **style: Any) -> None:
     """Draws a line through the rows in `where`.
 
-    A logged NaN or Inf makes a gap, and so do a rollback and rows that were lost with a process.
+    A logged NaN or Inf makes a gap, and so does a rollback.
     """
     finite = np.isfinite(values)
     logged = where & finite
@@ -490,8 +490,5 @@ def _plot(axis: Any, curves: Curves, values: np.ndarray, where: np.ndarray, **st
     if (where & finite).any():
         x, y = curves.step[logged], np.where(finite, values, np.nan)[logged]
         breaks = np.diff(x) <= 0
-        if curves.after_gap is not None:
-            gaps = np.cumsum(curves.after_gap)[logged]  # number of gaps up to each row
-            breaks |= (np.diff(gaps) > 0) & (np.diff(x) > 1)
         at = np.flatnonzero(breaks) + 1
         axis.plot(np.insert(x, at, np.nan), np.insert(y, at, np.nan), **{"lw": 1.2, **style})

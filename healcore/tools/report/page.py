@@ -12,8 +12,7 @@ import healcore
 from healcore.adapter_registry import require
 from healcore.console import counted
 from healcore.history import Curves
-from healcore.runtime.reporting.diagnosis import unrepaired_text
-from healcore.runtime.reporting.faults_found import incident_cause_text
+from healcore.runtime.reporting.diagnosis import incident_cause_text, unrepaired_text
 from healcore.tools.report.figure import WIDTHS, draw
 from healcore.tools.report.incident_text import (
     batches_text,

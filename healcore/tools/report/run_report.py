@@ -15,9 +15,8 @@ from healcore.events import read
 from healcore.events.kinds import sentence
 from healcore.events.log import metrics_path, stem
 from healcore.events.models import EventRecord
-from healcore.history import Curves, Mode, RunHistory, RunState, runs_of
+from healcore.history import Counts, Curves, Mode, RunHistory, RunState, runs_of
 from healcore.history.curves import read_metrics, thinned
-from healcore.history.incidents import Counts, count_incidents
 from healcore.history.run_history import RunAttempt
 from healcore.runtime.reporting import postmortem
 from healcore.runtime.reporting.diagnosis import explain
@@ -165,7 +164,6 @@ def _report_on(path: Path, history: RunHistory) -> PageReport:
 def _counts(history: RunHistory, written: dict[str, Any]) -> Counts:
     """The counts of a run. Only its postmortem has all clips, and skips without an event."""
     counts = history.counts()
-    counts = counts._replace(incidents=count_incidents(history.incidents).incidents)
     skips = written.get("observed_skips", written.get("skips"))
     if type(skips) is int:  # the file may be damaged
         counts = counts._replace(skips=max(skips, counts.skips))
@@ -281,7 +279,7 @@ def _facts(
     if state in (RunState.GONE, RunState.KILLED) and written.get("step") is not None:
         step_at_end = f"{written['step']} or later"
     faults: list[str] = []
-    for event in history.of("fault", "retried")[-MAX_LINES:]:
+    for event in history.of("fault")[-MAX_LINES:]:
         faults.append(f"step {event.step}: {sentence(event).removeprefix('fault: ')}")
     framework = (start.framework, versions.get(start.framework or ""))
     last_good = history.last_good

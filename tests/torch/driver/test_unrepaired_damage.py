@@ -36,7 +36,7 @@ def test_damage_that_comes_back_is_named_wherever_the_run_is_summed_up(tmp_path,
     (file,) = tmp_path.glob("*.postmortem.*.json")
     written = json.loads(file.read_text())
     assert written["unrepaired"] == [accepted["onset"]]
-    assert said in " ".join(written["diagnosis"].split())
+    assert "has recovered from the damage" in " ".join(written["diagnosis"].split())
 
     reports = read_reports(tmp_path / "e.jsonl")
     page = render(reports)
@@ -65,7 +65,7 @@ def test_a_change_of_the_program_is_no_damage_if_the_loss_is_lower_at_the_end(tm
     assert (healer.report().unrepaired, healer.report().converged) == ((), True)
     (written,) = postmortems(tmp_path)
     assert written["unrepaired"] == []
-    assert said in " ".join(written["diagnosis"].split())
+    assert "has recovered from the damage" in " ".join(written["diagnosis"].split())
     page = render(read_reports(tmp_path / "e.jsonl"))
     assert '<span class="badge good">completed</span>' in page
     new_process()

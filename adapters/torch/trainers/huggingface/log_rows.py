@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from healcore.runtime.run.incidents.metrics import ChangedMetrics
+from healcore.runtime.run.incidents.metrics import changed_since
 from healcore.torch.trainers.huggingface.trainer_internals import HfTrainer
 from healcore.torch.trainers.patching import patched
 
@@ -25,12 +25,12 @@ def extend_log(
         stack: closed when the training ends, which restores `log`.
     """
     original = trainer.log
-    changed = ChangedMetrics(metrics)
+    before: dict[str, float] = {}
 
     @functools.wraps(original)
     def log(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs or "train_loss" in logs:  # the row is of the training
-            logs = {**logs, **changed()}
+            logs = {**logs, **changed_since(before, metrics())}
         original(logs, *args, **kwargs)
 
     stack.enter_context(patched(trainer, "log", log))

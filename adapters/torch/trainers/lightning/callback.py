@@ -21,7 +21,7 @@ from healcore.policy import Policy, PolicyLike
 from healcore.policy.loader import can_apply_limit, with_limit
 from healcore.runtime.healer import Healer
 from healcore.runtime.healer_options import TrainerOptions
-from healcore.runtime.run.incidents.metrics import ChangedMetrics
+from healcore.runtime.run.incidents.metrics import changed_since
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.places import Places
 from healcore.runtime.trainer_access import TrainerAccess, open_healer, trainer_access_of
@@ -121,7 +121,8 @@ class LightningHealingCallback(Callback):
         """The running fit, or None outside of a fit."""
         self._changes = ExitStack()
         """Restores the Trainer and its loops."""
-        self._metrics = ChangedMetrics(dict)
+        self._logged: dict[str, float] = {}
+        """The metrics of the last row of the log."""
         self._loaded_engines: Mapping[str, Any] = {}
         """Engine states of the Lightning checkpoint that the fit begins with."""
 
@@ -350,12 +351,10 @@ class LightningHealingCallback(Callback):
         """
         if self._fit is None or not internals.logs_this_step(trainer):
             return
-        if not trainer.loggers:
-            return
-        metrics = self._metrics()
-        if not metrics:
-            return
-        for logger in trainer.loggers:
+        metrics: dict[str, float] = {}
+        if trainer.loggers and self.healer is not None:
+            metrics = changed_since(self._logged, self.healer.metrics())
+        for logger in trainer.loggers if metrics else ():
             logger.log_metrics(metrics, step=internals.logged_step(trainer.fit_loop))
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:  # type: ignore[override]
@@ -444,7 +443,7 @@ class LightningHealingCallback(Callback):
         healer = Healer(fit.policy, state=state, **options)
         access = open_healer(healer)
         self.healer = healer
-        self._metrics = ChangedMetrics(healer.metrics)
+        self._logged = {}
         if trainer.lightning_module.automatic_optimization:
             clipping = clipping_after_measuring(trainer.precision_plugin, self.healings)
             self._changes.enter_context(clipping)

@@ -141,8 +141,7 @@ class BatchLoop:
             run.log.problem(run.progress.step, begun.problem)
         while loaders.notices:
             line = loaders.notices.pop(0)
-            run.log.event("data", step=run.progress.step, outcome=line)
-            run.log.info(f"data: {line}")
+            run.log.note(run.progress.step, f"data: {line}")
         if known is not None and known.trains:  # what the code before this pass has changed
             run.saver.keep_weight_sample()
         if loop.work_waits(begun):
@@ -211,9 +210,8 @@ class BatchLoop:
         """Logs the batches that the loader has skipped since the last call, if there are any."""
         batches = [list(each) for each in self._loader.take_skipped()]
         if batches:
-            log, step = self._run.log, self._run.progress.step
-            log.event("skipped_batches", step=step, batches=batches)
-            log.info(f"step {step}: {counted(len(batches), 'batch', 'batches')} skipped")
+            skipped = f"{counted(len(batches), 'batch', 'batches')} skipped"
+            self._run.log.note(self._run.progress.step, skipped, batches=batches)
 
     def _enter_body(self) -> None:
         """Notes that the body of the program's loop runs, whose time counts as a step."""

@@ -412,5 +412,4 @@ class Saver:
             yield
         if pending:
             line = "batches that were read for the next step come again after a restart"
-            self.run.log.event("data", step=self.run.progress.step, outcome=line)
-            self.run.log.info(f"step {self.run.progress.step}: {line}")
+            self.run.log.note(self.run.progress.step, line)

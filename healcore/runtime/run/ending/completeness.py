@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from healcore.console import counted, first_of
-from healcore.runtime.reporting.diagnosis import recovered_text
-from healcore.runtime.reporting.nonfinite_steps import likely_cause_text
 from healcore.runtime.run.ending.exits import IncompleteRun, RunStopped
 
 if TYPE_CHECKING:
@@ -111,8 +109,7 @@ def stop_if_not_trained(run: Run, *, judges_weights: bool = True) -> None:
     run.saver.save_last(completed=True, after_loop=True)
     run.stopping.stop(
         "the data have ended, and the run has not trained on most of them: of "
-        f"{total} steps, {not_taken} were skipped{undone}"
-        f"{likely_cause_text(run.monitor.nonfinite_record)}",
+        f"{total} steps, {not_taken} were skipped{undone}",
         repeats_skips=True,
     )
 
@@ -138,4 +135,5 @@ def report_recoveries(run: Run) -> None:
     for onset in recovered:
         run.ledger.damage_left.remove(onset)
         run.log.assessment(run.progress.step - 1, onset, "recovered", why=why)
-    run.log.info(f"{recovered_text(recovered)}: {why}")
+    onsets = first_of([str(onset) for onset in recovered])
+    run.log.info(f"nothing is left of the damage since step {onsets}: {why}")

@@ -261,9 +261,7 @@ class _End:
         if Cause.OOM in fault.cause:
             self.memory = f". {memory_text(run)}"
         problem = f"the program raised {error_text(raised):.600}"
-        # Python prints the rest of the exception with the traceback.
-        line = problem.partition("\n")[0] + self.memory
-        run.log.fault(run.progress.step, fault, problem + self.memory, line, answer=answer)
+        run.log.fault(run.progress.step, fault, problem + self.memory, answer=answer)
         if obstacle:
             run.loop.warn(f"no checkpoint of the state at the exception was saved: {obstacle}")
 

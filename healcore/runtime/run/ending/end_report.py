@@ -6,12 +6,18 @@ import traceback
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from healcore.console import error_text, with_short_arrays
+from healcore.console import error_text
 from healcore.events.models import Ending
 from healcore.runtime.faults.classification import Fault, is_broken_connection
 from healcore.runtime.reporting import postmortem
-from healcore.runtime.reporting.diagnosis import AFTER_A_KILL, advice, last_line, lasting_text
-from healcore.runtime.reporting.run_outcome import RunOutcome, listed_checkpoints
+from healcore.runtime.reporting.diagnosis import (
+    AFTER_A_KILL,
+    RunOutcome,
+    advice,
+    last_line,
+    lasting_text,
+    listed_checkpoints,
+)
 from healcore.runtime.run.ending.exits import RunStopped
 
 if TYPE_CHECKING:
@@ -33,7 +39,6 @@ def write_report(
         fault: the classified exception of the program.
         memory: sentence about what holds the memory after an out-of-memory error, or empty.
     """
-    run.log.report_trackers(run.progress.step)
     with suppress(Exception):  # a step in JAX that failed may have donated the state
         run.loop.count_last_step()
         run.stopping.count_last_steps()
@@ -45,7 +50,7 @@ def write_report(
     if ending == Ending.EXCEPTION and error is not None:
         if isinstance(error, RunStopped):
             why = ""  # the reason of another run
-        trace = with_short_arrays("".join(traceback.format_exception(error)))
+        trace = "".join(traceback.format_exception(error))
         exception = error_text(error) + memory
         if is_broken_connection(error):
             exception += ". Another rank has ended: its output says why, unless it was killed; "
@@ -54,7 +59,7 @@ def write_report(
     events = run.log.events
     was_complete = run.loop.state.is_complete and ending == Ending.COMPLETED
     if events.path is not None and not was_complete:
-        problem = postmortem.write(events.path, outcome, trace=trace, lost=events.lost)
+        problem = postmortem.write(events.path, outcome, trace=trace)
         if problem:
             run.log.warning(problem)
     run.log.event(

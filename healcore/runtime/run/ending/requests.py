@@ -195,10 +195,9 @@ class EndRequests:
             for request in requests:
                 exits.append(exit_for(request))
                 why = getattr(exits[-1], "why", f"signal {request}")
-                of_ranks.append({"rank": rank, "outcome": "end", "why": why})
-        log.event("vote", step=step, outcome="end", why=of_ranks[0]["why"], of_ranks=of_ranks)
+                of_ranks.append({"rank": rank, "why": why})
         reasons = ", ".join(f"rank {each['rank']}: {each['why']}" for each in of_ranks)
-        log.info(f"step {step}: the ranks end together ({reasons:.500})")
+        log.note(step, f"the ranks end together ({reasons:.500})", of_ranks=of_ranks)
         self.ends_together = True
         raise exits[0]
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, NoReturn
 from healcore.core.decision import Cause
 from healcore.core.step_record import SKIPS
 from healcore.events.models import Ending
-from healcore.runtime.reporting.diagnosis import explain
-from healcore.runtime.reporting.run_outcome import RunOutcome
+from healcore.runtime.reporting.diagnosis import RunOutcome, explain
 from healcore.runtime.run.ending.exits import RunStopped
 
 if TYPE_CHECKING:

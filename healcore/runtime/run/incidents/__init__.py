@@ -2,8 +2,7 @@
 
 `IncidentMonitor.note_step` is the entry:
 
-    monitor        fills journal and ledger, writes events, and makes orders
-    alarms         the events and lines of alarms, alerts and incidents
-    rate_log       the learning rates in force, and the event of each change of a multiplier
-    metrics        counts and mean losses of the run
+    monitor    fills journal and ledger, asks the hooks, and makes orders
+    alarms     the events and lines of alarms, alerts and incidents
+    metrics    counts, mean losses and learning rates of the run
 """

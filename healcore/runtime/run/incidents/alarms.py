@@ -6,56 +6,23 @@ reports a fault about which nothing may be decided yet.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
-from healcore.console import is_logged, passes_power_of_ten
+from healcore.console import fitted, is_logged, passes_power_of_ten
 from healcore.core.decision import Action, Cause, names_of
 from healcore.core.engine.config import RuleConfig
-from healcore.core.step_record import SKIPS, StepRecord
+from healcore.core.step_record import StepRecord
 from healcore.events.kinds import sentence
-from healcore.events.models import EventRecord
 from healcore.history.incidents import MAX_ALARMS
 from healcore.runtime.faults.failures import Severity, failures_of
-from healcore.runtime.reporting.nonfinite_steps import by_optimizer_text
 from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.ledger import IncidentRecord
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
-
-
-class JudgedRecord(NamedTuple):
-    """The record of one optimizer that has a cause or an action, with its step and incident."""
-
-    result: StepResult
-    """The step, with the records of all optimizers."""
-    record: StepRecord
-    """The record of one optimizer."""
-    incident: IncidentRecord | None
-    """The incident that the step belongs to, or None for an alarm outside of incidents."""
-    alert: Cause = Cause(0)
-    """Causes of an alert, or 0 without one."""
-
-    @property
-    def number(self) -> int:
-        """Number of the incident, or 0 without one: the field `incident` of events."""
-        if self.incident is None:
-            return 0
-        return self.incident.number
-
-    def priority(self) -> tuple[bool, bool, bool, bool]:
-        """Sort key: with several optimizers, the line is about the record with the largest key.
-
-        A cut of the learning rate matters most, then a skipped step, then an alert, then any other
-        cause.
-        """
-        action = int(self.record.action)  # flags of an int are faster than flags of an enum
-        cuts = bool(action & int(Action.CUT_LR))
-        alerts = bool(action & int(Action.ALERT))
-        return cuts, not self.record.taken, alerts, self.record.cause != 0
 
 
 class Alarms:
@@ -84,39 +51,11 @@ class Alarms:
         """Steps without a cause after which the cause begins again."""
         self._alerting = _alerting_causes((*config.rules, *run.policy.host_rules))
         self._alerted: set[tuple[int, Cause]] = set()
-        """Number of an incident, and causes, of the events `alert` so far."""
+        """Number of an incident, and causes, of the alerts so far."""
         self._faults: Counter[str] = Counter()
-        """Engine and cause -> steps with an alert about it outside of incidents."""
+        """Engine and cause -> alerts about it outside of incidents."""
         self._outside = 0
-        """Number of alarms outside of incidents."""
-        self._explained: set[str] = set()
-        """Failures whose page the console has named."""
-
-    # -- incidents ------------------------------------------------------------------------------
-
-    def begin(self, incident: IncidentRecord, result: StepResult) -> None:
-        """Writes the event of a new incident, with the signals of each rank. Collective.
-
-        Args:
-            incident: the incident.
-            result: its first step.
-        """
-        ranks = self.run.ranks
-        first = max(result.records, key=lambda record: record.cause != 0)
-        of_ranks = None
-        if first.rank_signals is not None and ranks.world > 1:
-            of_ranks = []
-            for rank, (loss, norm) in enumerate(ranks.gather(first.rank_signals)):
-                of_ranks.append({"rank": rank, "loss": loss, "grad_norm": norm})
-        self.run.log.event(
-            "incident",
-            step=result.index,
-            incident=incident.number,
-            onset=incident.onset,
-            cause=Cause(incident.cause),
-            of_ranks=of_ranks,
-            **_batch_fields(result),
-        )
+        """Number of steps with an alarm outside of incidents."""
 
     def report_over(self, result: StepResult) -> None:
         """Writes the event of each incident that is over.
@@ -126,15 +65,11 @@ class Alarms:
         Args:
             result: the newest step.
         """
-        unclosed: list[IncidentRecord] = []
-        for incident in reversed(self.run.ledger.incidents):
-            if incident.reported_over:  # a step has few calls
-                break
-            unclosed.insert(0, incident)
-        newest = result.index - self._quiet_steps
-        if not all(incident.over and incident.last <= newest for incident in unclosed):
-            return
-        for incident in unclosed:
+        newest_first = reversed(self.run.ledger.incidents)
+        # A step has few calls: the incidents are over in their order.
+        for incident in itertools.takewhile(lambda each: not each.reported_over, newest_first):
+            if not incident.over or incident.last > result.index - self._quiet_steps:
+                continue
             incident.reported_over = True
             record = self.run.monitor.metrics.newest(incident.engine) or result.records[0]
             event = self.run.log.event(
@@ -148,205 +83,160 @@ class Alarms:
                 readings=record.readings,
             )
             if is_logged(incident.number):
-                self.run.log.info(f"step {result.index}: {sentence(event)}")
+                self.run.log.info(fitted(f"step {result.index}: {sentence(event)}"))
 
-    # -- alarms ---------------------------------------------------------------------------------
+    def report(self, result: StepResult, incident: IncidentRecord | None) -> list[StepRecord]:
+        """Writes the events of a step with a cause, and at most one line, see `_has_line`.
 
-    def decide_line(self, judged: list[JudgedRecord], lead: JudgedRecord) -> bool:
-        """Decides whether a step has a console line, which is about one of its records.
+        Args:
+            result: the step.
+            incident: the incident that the step belongs to, or None.
+
+        Returns:
+            The records of the step, with the action ALERT where a cause begins.
+        """
+        records: list[StepRecord] = []
+        alerts: list[Cause] = []
+        for record in result.records:
+            alert = Cause(record.cause if record.action & Action.ALERT else 0)
+            alert |= self._begins(result.index, record)
+            action = Action(record.action) | (Action.ALERT if alert else 0)
+            records.append(record._replace(action=action))
+            alerts.append(alert)
+        lead = max(records, key=_priority)
+        has_line = self._has_line(records, alerts, lead, incident)
+        for record, alert in zip(records, alerts, strict=True):
+            if record.cause:
+                self._write(result, record, alert, incident, lead if has_line else None)
+        return records
+
+    def _begins(self, index: int, record: StepRecord) -> Cause:
+        """The causes of a record that begin, and on which a rule alerts.
+
+        A cause begins if `quiet_steps` steps, or the policy's own `alert_steps`, had no alarm with
+        it.
+        """
+        begins, last_alarms = Cause(0), self.run.ledger.last_alarms
+        for name in names_of(record.cause):
+            key = f"{record.engine}/{name}"
+            if index - last_alarms.get(key, -self._steps_without - 1) > self._steps_without:
+                begins |= Cause[name]
+            last_alarms[key] = index
+        return begins & self._alerting
+
+    def _has_line(
+        self,
+        records: list[StepRecord],
+        alerts: list[Cause],
+        lead: StepRecord,
+        incident: IncidentRecord | None,
+    ) -> bool:
+        """Whether a step has a line, which is about the record `lead`. Call it once for each step.
 
         - Every cut of the learning rate.
-        - Incidents: the first ten, then each power of two.
-        - Skipped steps, and alarms outside of incidents (such as a clipped outlier): the first,
+        - In the first ten incidents, then in each whose number is a power of two: the first alarm,
           then each power of ten.
-        - Alerts outside of incidents: the first ten of each optimizer and cause, then each power of
-          two.
-
-        Args:
-            judged: the records of the step. Call this once for each step, because alerts are
-                counted.
-            lead: the record that the line would be about.
+        - Outside of incidents: the first alarm, then each power of ten; and the first ten alerts of
+          each optimizer and cause, then each power of two.
         """
-        has_line = False
-        for each in judged:
-            if each.incident is None:
-                for name in names_of(each.alert):
-                    fault = f"{each.record.engine}/{name}"
-                    self._faults[fault] += 1
-                    has_line |= self._reports_all or is_logged(self._faults[fault])
-        if has_line or (lead.record.action & Action.CUT_LR and not self.run.policy.observes):
-            return True
-        incident, skips = lead.incident, self.run.ledger.skips
-        if incident is not None and incident.alarms == 1 and is_logged(incident.number):
-            return True
-        if passes_power_of_ten(skips - (lead.result.why in SKIPS), skips):
-            return True
+        cuts = bool(lead.action & Action.CUT_LR) and not self.run.policy.observes
         if incident is not None:
-            return False
-        alarms = sum(record.cause != 0 for record in lead.result.records)
-        return passes_power_of_ten(self._outside, self._outside + alarms)
+            tenth = passes_power_of_ten(incident.alarms - 1, incident.alarms)
+            return cuts or (tenth and is_logged(incident.number))
+        has_line = cuts
+        for record, alert in zip(records, alerts, strict=True):
+            for name in names_of(alert):
+                fault = f"{record.engine}/{name}"
+                self._faults[fault] += 1
+                has_line |= self._reports_all or is_logged(self._faults[fault])
+        if lead.cause:
+            self._outside += 1
+            has_line |= passes_power_of_ten(self._outside - 1, self._outside)
+        return has_line
 
-    def write(self, judged: JudgedRecord, *, has_line: bool) -> None:
-        """Writes the event of an alarm, and its line.
+    def _write(
+        self,
+        result: StepResult,
+        record: StepRecord,
+        alert: Cause,
+        incident: IncidentRecord | None,
+        lead: StepRecord | None,
+    ) -> None:
+        """Writes the event of an alarm, and its line. Collective at the first alarm of an incident.
+
+        An alert is reported once per incident and cause, outside of incidents if the step has a
+        line. Later alarms than `MAX_ALARMS` have an event only with an action or a line.
 
         Args:
-            judged: a record with a cause.
-            has_line: whether the record has the line of its step.
+            result: the step.
+            record: a record with a cause.
+            alert: the causes on which a rule alerts.
+            incident: the incident of the step, or None.
+            lead: the record that has the line of the step, or None without a line.
         """
-        if self._count(judged) > MAX_ALARMS and not has_line and not judged.alert:
+        number, alarms, of_ranks = 0, self._outside, None
+        run, observes = self.run, self.run.policy.observes
+        if incident is not None:
+            number, alarms = incident.number, incident.alarms
+            if alarms == 1 and record.rank_signals is not None and run.ranks.world > 1:
+                of_ranks = []
+                for rank, (loss, norm) in enumerate(run.ranks.gather(record.rank_signals)):
+                    of_ranks.append({"rank": rank, "loss": loss, "grad_norm": norm})
+        if alarms > MAX_ALARMS and lead is None and not record.action:
             return
-        record = judged.record
-        by_optimizer = by_optimizer_text(record.lr) if record.by_optimizer else None
-        event = self._write_event(judged, by_optimizer, has_line=has_line)
-        if has_line:
-            self._write_line(judged, sentence(event))
-
-    def _count(self, judged: JudgedRecord) -> int:
-        """Counts an alarm, and returns its number in its incident, or outside of incidents.
-
-        The first alarm that has no event for its number is announced by a line.
-        """
-        if judged.incident is not None:
-            return judged.incident.alarms
-        self._outside += 1
-        if self._outside == MAX_ALARMS + 1:
-            self.run.log.info(
-                f"step {judged.result.index}: more than {MAX_ALARMS} alarms outside of incidents: "
-                "from now on only those with an alert or a line have an event; the metrics "
-                "file has them all"
-            )
-        return self._outside
-
-    def _write_event(
-        self, judged: JudgedRecord, diagnosis: str | None, *, has_line: bool
-    ) -> EventRecord:
-        """Writes the event of an alarm, and returns it. The rate is for the line only."""
-        result, record, policy = judged.result, judged.record, self.run.policy
-        skips = None
-        if not record.taken and not policy.observes:
-            skips = self.run.ledger.skips
-        return self.run.log.event(
+        is_new = (number, alert) not in self._alerted if number else lead is not None
+        if not (is_new or self._reports_all):
+            alert = Cause(0)
+        self._alerted.add((number, alert))
+        failures = failures_of(alert)
+        references = dict.fromkeys(each for row in failures for each in row.references)
+        rows = [batch.rows for batch in result.batches if batch.rows]
+        cuts = record.action & Action.CUT_LR
+        event = run.log.event(
             "alarm",
             step=result.index,
             engine=record.engine,
-            incident=judged.number,
+            incident=number,
             cause=record.cause,
             skip=not record.taken,
-            skips=skips,
-            grad_scale=None if policy.engine.per_tensor else record.grad_scale,
-            lr=self._rate_of(record) if has_line else None,
+            skips=None if record.taken or observes else run.ledger.skips,
+            grad_scale=None if run.policy.engine.per_tensor else record.grad_scale,
+            lr=record.lr,
+            lr_scale_before=run.rate_log.scale_of(record.engine) if cuts else None,
             lr_scale=record.lr_scale,
             action=record.action,
             readings=record.readings,
             evidence=record.evidence,
-            diagnosis=diagnosis,
-            observed=policy.observes,
-            **_batch_fields(result),
+            why="the optimizer made NaN or Inf of a finite gradient"
+            if record.by_optimizer
+            else None,
+            observed=observes,
+            of_ranks=of_ranks,
+            batches=[list(batch) for batch in result.batches],
+            rows=rows or None,
+            alert=alert or None,
+            severity=failures[0].severity if failures else None,
+            diagnosis=" ".join(row.diagnosis for row in failures) or None,
+            references=list(references) or None,
         )
-
-    def _write_line(self, judged: JudgedRecord, text: str) -> None:
-        """Writes the console line of an alarm, and once the page about its failure.
-
-        Args:
-            judged: the record of the alarm.
-            text: the sentence about its event.
-        """
-        which = ""
-        if judged.incident is not None:
-            which = f"incident {judged.number}: "
-        line = f"step {judged.result.index}: {which}{text}"
-        if judged.record.by_optimizer:
-            line += f"; {by_optimizer_text(judged.record.lr).partition('. ')[0]}"
-        failure = failures_of(judged.record.cause)[0]
-        write = self.run.log.warning
-        if failure.severity is Severity.ERROR:
-            write = self.run.log.error
-        write(line)
-        if failure.name not in self._explained:
-            self._explained.add(failure.name)
-            write(f"what to check: docs/faults.md#{failure.name}")
-
-    def _rate_of(self, record: StepRecord) -> float | None:
-        """The learning rate of a step, or None if it is unknown.
-
-        The program may have set another rate since that step, for example the usual rate after a
-        step at a wrong one.
-        """
-        if record.lr is not None:
-            return float(record.lr)
-        with suppress(RuntimeError):  # a step in JAX that failed may have donated the state
-            return self.run.driver.learning_rates().get(record.engine)
-        return None
-
-    # -- alerts ---------------------------------------------------------------------------------
-
-    def with_alert(self, judged: JudgedRecord) -> JudgedRecord:
-        """Adds the causes of the step's alert, and orders an alert on a cause that begins.
-
-        A cause begins if `quiet_steps` steps, or the policy's own `alert_steps`, had no alarm with
-        it.
-
-        Args:
-            judged: a record of the newest step.
-
-        Returns:
-            The record, with `alert` and the action ALERT if there is an alert.
-        """
-        record, index = judged.record, judged.result.index
-        last_alarms = self.run.ledger.last_alarms
-        begins = Cause(0)
-        for name in names_of(record.cause):
-            key = f"{record.engine}/{name}"
-            last = last_alarms.get(key)
-            if last is None or index - last > self._steps_without:
-                begins |= Cause[name]
-            last_alarms[key] = index
-        if record.action & Action.ALERT:
-            return judged._replace(alert=Cause(record.cause))
-        begins &= self._alerting
-        if not begins:
-            return judged
-        record = record._replace(action=Action(record.action) | Action.ALERT)
-        return judged._replace(record=record, alert=begins)
-
-    def write_alert(self, judged: JudgedRecord, action: Action, *, has_line: bool) -> None:
-        """Writes the event of an alert: once per incident and cause, else if it has a line.
-
-        Args:
-            judged: the record of the alert.
-            action: the actions of the step on all ranks.
-            has_line: whether the step has a console line.
-        """
-        cause = judged.alert or Cause(judged.record.cause)  # a hook may alert too
-        key = judged.number, cause
-        if not (self._reports_all and judged.alert):
-            if judged.number and key in self._alerted:
-                return
-            if not judged.number and not has_line:
-                return
-        self._alerted.add(key)
-        rows = failures_of(cause)
-        references: dict[str, None] = {}  # in order, each once
-        for row in rows:
-            references |= dict.fromkeys(row.references)
-        self.run.log.event(
-            "alert",
-            step=judged.result.index,
-            incident=judged.number,
-            engine=judged.record.engine,
-            cause=cause,
-            action=action,
-            severity=rows[0].severity,
-            diagnosis=" ".join(row.diagnosis for row in rows),
-            references=list(references),
-            observed=self.run.policy.observes,
-        )
+        if record is lead:
+            failure = failures_of(record.cause)[0]
+            write = run.log.warning
+            if failure.severity is Severity.ERROR:
+                write = run.log.error
+            which = f"incident {number}: " if number else ""
+            write(fitted(f"step {result.index}: {which}{sentence(event)}"))
+            run.log.name_page(failure.name, write)
 
 
-def _batch_fields(result: StepResult) -> dict[str, Any]:
-    """The fields of an event about the batches of a step, with the rows of the data if known."""
-    rows = [batch.rows for batch in result.batches if batch.rows]
-    return {"batches": [list(batch) for batch in result.batches], "rows": rows or None}
+def _priority(record: StepRecord) -> tuple[bool, bool, bool, bool]:
+    """Sort key: with several optimizers, the line is about the record with the largest key.
+
+    A cut of the learning rate matters most, then a skipped step, then an alert, then any other
+    cause.
+    """
+    cuts, alerts = (bool(record.action & flag) for flag in (Action.CUT_LR, Action.ALERT))
+    return cuts, not record.taken, alerts, record.cause != 0
 
 
 def _alerting_causes(rules: Iterable[RuleConfig]) -> Cause:

@@ -1,14 +1,16 @@
-"""`RunMetrics`: the metrics of a run, from the records that the host reads."""
+"""`RunMetrics` and `RateLog`: numbers of a run, from the records that the host reads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from healcore.core.decision import Action, Cause
 from healcore.core.step_record import StepRecord
 from healcore.events.metrics import COMPARED
 from healcore.history.incidents import name_changes
+from healcore.runtime.driver import Engines
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 COUNTS = ("clips", "skips", "lr_cuts", "rollbacks", "alarms")
 """Counts since the run began: keys of an engine's `tally`."""
 
-_LAST = ("loss", "threshold", "grad_scale", "lr_scale")
+_LAST = ("threshold", "grad_scale", "lr_scale")
 """Numbers of the newest step, named as in `StepRecord`."""
 
 _MEAN_STEPS = 100  # number of healthy losses that the mean covers
@@ -77,16 +79,14 @@ class RunMetrics:
     def _compare(self, record: StepRecord, eval_loss: float | None) -> StepRecord:
         """The record with its ratios to the mean loss, which it enters if it is healthy."""
         mean, count = self._means.get(record.engine, (record.loss, 0))
-        has_loss = not (record.cause and record.cause & Cause.NONFINITE_LOSS)
-        is_known = record.judged and mean != 0 and has_loss
-        if is_known and not record.cause:
-            count = min(count + 1, _MEAN_STEPS)
-            self._means[record.engine] = mean + (record.loss - mean) / count, count
-        loss_ratio = None
-        if is_known and mean > 0:
-            loss_ratio = record.loss / mean
-        eval_gap = None
-        if eval_loss is not None and mean != 0:
+        loss_ratio = eval_gap = None
+        if record.judged and mean and not (record.cause and record.cause & Cause.NONFINITE_LOSS):
+            if not record.cause:
+                count = min(count + 1, _MEAN_STEPS)
+                self._means[record.engine] = mean + (record.loss - mean) / count, count
+            if mean > 0:
+                loss_ratio = record.loss / mean
+        if eval_loss is not None and mean:
             eval_gap = eval_loss - mean
         return record._replace(loss_ratio=loss_ratio, eval_loss=eval_loss, eval_gap=eval_gap)
 
@@ -99,9 +99,7 @@ class RunMetrics:
             records: the records of the step, as `with_loss_ratios` returns them.
         """
         for record in records:
-            counts = self._counts.get(record.engine)
-            if counts is None:
-                counts = self._counts[record.engine] = dict.fromkeys(COUNTS, 0)
+            counts = self._counts.setdefault(record.engine, dict.fromkeys(COUNTS, 0))
             counts["clips"] += record.grad_scale < 1 and record.taken
             counts["skips"] += record.judged and not record.taken
             counts["lr_cuts"] += bool(record.action and record.action & Action.CUT_LR)
@@ -143,62 +141,91 @@ class RunMetrics:
         """
         metrics: dict[str, float] = {}
         for name, record in self._last.items():
-            prefix = "heal"
-            if self.has_several_engines:
-                prefix = f"heal/{name}"
+            prefix = f"heal/{name}" if self.has_several_engines else "heal"
             counts = self._counts[name]
-            numbers: dict[str, float] = {}
-            for field in (*_LAST, *COMPARED):
-                value = getattr(record, field)
-                if value is not None:
-                    numbers[field] = value
-            numbers["incidents"] = record.incident
-            numbers["loss"] = record.readings.loss
-            for count in ("rollbacks", "alarms"):
-                numbers[count] = counts[count]
             changes = {count: counts[count] for count in self._changes}
-            numbers |= name_changes(observes=self.run.policy.observes, **changes)
+            numbers = {
+                **{field: getattr(record, field) for field in (*_LAST, *COMPARED)},
+                "incidents": record.incident,
+                "loss": record.readings.loss,
+                "rollbacks": counts["rollbacks"],
+                "alarms": counts["alarms"],
+                **name_changes(observes=self.run.policy.observes, **changes),
+            }
             for field, number in numbers.items():
-                metrics[f"{prefix}/{field}"] = float(number)
+                if number is not None:
+                    metrics[f"{prefix}/{field}"] = float(number)
         if self.run.journal.dropped and metrics:
             metrics["heal/scaler_skips"] = float(self.run.journal.dropped)
         return metrics
 
 
-class ChangedMetrics:
-    """Metrics for the rows of a trainer's own log: only values that changed since the last row.
+def changed_since(before: dict[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics for a row of a trainer's own log: those that have changed since its last row.
 
     Metrics of single steps are omitted: they are `LAG` steps older than the row, which has the loss
-    itself. The loss ratio comes with any change. A row without a change has no metrics.
+    itself.
 
     Args:
-        values: returns the metrics by their full names, as `RunMetrics.values`.
+        before: the metrics of the last row, at first empty; updated here.
+        metrics: the result of `RunMetrics.values`.
+    """
+    row: dict[str, float] = {}
+    for name, value in metrics.items():
+        last_part = name.rpartition("/")[2]
+        of_step = last_part in ("loss", "threshold", "grad_scale", "loss_ratio")
+        if not of_step and value != before.get(name, float(last_part == "lr_scale")):
+            row[name] = value
+    before.update(metrics)
+    return row
+
+
+class RateLog:
+    """Knows the learning-rate multiplier of each engine.
+
+    Args:
+        run: the parts of the run.
     """
 
-    def __init__(self, values: Callable[[], Mapping[str, float]]) -> None:
-        self._values = values
-        self._before: dict[str, float] = {}
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._lr_scales: dict[str, float] = {}
+        """Engine name -> its learning-rate multiplier, where it is known."""
 
-    def __call__(self) -> dict[str, float]:
-        """The metrics for the next row of the log.
+    def read(self, engines: Engines) -> None:
+        """Takes the multipliers from the engines' states.
+
+        Args:
+            engines: engine name -> what `Driver.engines` returns for it.
+        """
+        self._lr_scales = {name: saved["state"]["lr"]["scale"] for name, saved in engines.items()}
+
+    def scale_of(self, engine: str) -> float:
+        """The multiplier of an engine in (0, 1], after the newest step that was read."""
+        return self._lr_scales.get(engine, 1.0)
+
+    @property
+    def lr_scale(self) -> float:
+        """The smallest multiplier of all engines, which the report and rollbacks show."""
+        return min(self._lr_scales.values(), default=1.0)
+
+    def rates_in_force(self) -> dict[str, float]:
+        """The learning rates of the last step that was read, with the engines' multipliers.
+
+        The program may have set the next rate already, as a scheduler does after each step.
 
         Returns:
-            Full name -> value of the counts, multipliers and evaluations that have changed since
-            the last call. Before the first call, a multiplier is 1 and everything else 0.
+            Engine name -> learning rate, without rates that are unknown, NaN or Inf.
         """
-        of_steps = {"loss", "threshold", "grad_scale", "loss_ratio"}
-        changed: dict[str, float] = {}
-        ratios: dict[str, float] = {}
-        for name, value in self._values().items():
-            last_part = name.rpartition("/")[2]
-            if last_part == "loss_ratio":
-                ratios[name] = value
-            if last_part in of_steps:
-                continue
-            first_value = float(last_part == "lr_scale")
-            if value != self._before.get(name, first_value):
-                changed[name] = value
-            self._before[name] = value
-        if changed:
-            changed |= ratios
-        return changed
+        rates = {**self.run.driver.learning_rates(), **self.run.journal.last_rates}
+        return {
+            name: rate * self.scale_of(name)
+            for name, rate in rates.items()
+            if rate is not None and math.isfinite(rate)
+        }
+
+    def add(self, record: StepRecord) -> None:
+        """Takes the multiplier and the program's rate of a step."""
+        self._lr_scales[record.engine] = record.lr_scale
+        if record.lr is not None:
+            self.run.journal.last_rates[record.engine] = float(record.lr)

@@ -11,7 +11,7 @@ from healcore.core.step_record import StepRecord, Why
 from healcore.history import Counts
 from healcore.runtime.data import BatchId
 from healcore.runtime.run.dispatch_queue import StepResult
-from healcore.runtime.run.incidents.alarms import Alarms, JudgedRecord
+from healcore.runtime.run.incidents.alarms import Alarms
 from healcore.runtime.run.incidents.metrics import RunMetrics
 from healcore.runtime.run.ledger import IncidentRecord
 from healcore.runtime.run.trouble import Trouble, TroubleCause
@@ -61,7 +61,7 @@ class IncidentMonitor:
     def note_step(self, result: StepResult) -> Trouble | None:
         """Notes one step: counts it, writes its events, and asks for an action.
 
-        Most steps have neither a cause nor an action. Such a step is only kept.
+        Most steps have neither a cause nor an action. Such a step is only counted.
 
         Args:
             result: the step, with the records of all optimizers. Steps come in order.
@@ -69,46 +69,22 @@ class IncidentMonitor:
         Returns:
             An order if the host has to save, roll back or stop, or None.
         """
-        incident = self._keep(result)
-        if any(each.cause or each.action for each in result.records):
-            return self._report(result, incident)
-        for record in result.records:
-            self.run.rate_log.add(result.index, record)
-        return None
-
-    def _keep(self, result: StepResult) -> IncidentRecord | None:
-        """Adds a step to journal, ledger and metrics. Returns its incident, or None."""
-        run, journal = self.run, self.run.journal
+        run, journal, order = self.run, self.run.journal, None
         alarm = journal.add(result, self._causes, self._kept)
         incident = run.ledger.add(result, alarm, is_open=journal.open)
-        if incident is not None and incident.alarms == 1:
-            self._alarms.begin(incident, result)
         self.metrics.add(result.records)
         self._alarms.report_over(result)
-        for record in result.records:
-            if record.taken or not journal.nonfinite_streak:
-                continue
-            if record.judged or record.why == Why.STATE_KEPT:
-                self.nonfinite_record = record
         self._newest_causes = result.causes
-        return incident
-
-    def _report(self, result: StepResult, incident: IncidentRecord | None) -> Trouble | None:
-        """Writes the events of a step with a cause or an action. Returns its order, or None."""
-        judged = [JudgedRecord(result, record, incident) for record in result.records]
-        if result.causes:
-            judged = [self._alarms.with_alert(each) for each in judged]
-        lead = max(judged, key=JudgedRecord.priority)
-        has_line = False
-        if lead.record.cause:  # alerts come with a cause
-            has_line = self._alarms.decide_line(judged, lead)
-        order = None
-        for each in judged:
-            if each.record.cause:
-                self._alarms.write(each, has_line=has_line and each is lead)
-            self.run.rate_log.add(result.index, each.record)
-            if each.record.action:
-                order = _merge(order, self._order(each, has_line=has_line))
+        records = result.records
+        if any(record.cause or record.action for record in records):
+            records = self._alarms.report(result, incident)
+        for record in records:
+            unread = record.judged or record.why == Why.STATE_KEPT
+            if not record.taken and journal.nonfinite_streak and unread:
+                self.nonfinite_record = record
+            run.rate_log.add(record)
+            if record.action:
+                order = _merge(order, self._order(result, record, incident))
         return order
 
     def counts(self) -> Counts:
@@ -180,48 +156,34 @@ class IncidentMonitor:
 
     # -- orders ---------------------------------------------------------------------------------
 
-    def _order(self, judged: JudgedRecord, *, has_line: bool) -> Trouble | None:
+    def _order(
+        self, result: StepResult, record: StepRecord, incident: IncidentRecord | None
+    ) -> Trouble | None:
         """Makes an order of the actions of a record, after the hooks and all ranks (collective).
 
         Returns None if the policy only observes, or if the host has nothing to do.
         """
-        result, record, incident = judged.result, judged.record, judged.incident
+        run, journal = self.run, self.run.journal
         onset = result.index
-        first_of_cause: dict[str, int] = {}
+        firsts: list[int] = []  # first steps of the causes in this incident
         if incident is not None:
             onset = incident.onset
-            first_of_cause = incident.first
+            firsts = [
+                incident.first[name] for name in names_of(Cause(record.cause & incident.cause))
+            ]
             if incident.only_skips:
                 # A finite step within the incident shows that the weights were finite at this step.
-                onset = self.run.journal.first_consecutive(result.index)
-        action = record.action
+                onset = journal.first_consecutive(result.index)
+        action = Action(record.action)
         if len(self._hooks):
-            action = self._ask_hooks(judged, onset)
+            action = self._ask_hooks(result, record, onset, incident)
         # Takes the union of the ranks' actions, because hooks may differ between ranks.
-        of_ranks = self.run.ranks.gather((int(action), record.rollback_depth))
-        flags = depth = 0
-        for flags_of_rank, depth_of_rank in of_ranks:
-            flags |= flags_of_rank
+        depth = 1
+        for of_rank, depth_of_rank in run.ranks.gather((int(action), record.rollback_depth)):
+            action |= Action(of_rank)
             depth = max(depth, depth_of_rank)
-        action = Action(flags)
-        if action & Action.ALERT:
-            self._alarms.write_alert(judged, action, has_line=has_line)
-        if self.run.policy.observes or action & ~(Action.ALERT | Action.CUT_LR):
-            self.run.log.event(
-                "order",
-                step=result.index,
-                incident=judged.number,
-                cause=record.cause,
-                action=action,
-                depth=depth,
-                observed=self.run.policy.observes,
-            )
-        if self.run.policy.observes or not action & _ORDERS:
+        if run.policy.observes or not action & _ORDERS:
             return None
-        firsts: list[int] = []  # first steps of the causes in this incident
-        for name in names_of(record.cause):
-            if name in first_of_cause:
-                firsts.append(first_of_cause[name])
         first = max(min(firsts, default=onset), onset)
         cause = TroubleCause.RULE
         if action & ~record.action & (Action.ROLLBACK | Action.STOP):
@@ -233,16 +195,20 @@ class IncidentMonitor:
             since=first,
             action=int(action),
             flags=int(record.cause),
-            depth=max(depth, 1),
-            batches=tuple(self.run.journal.batches_between(first, result.index)),
+            depth=depth,
+            batches=tuple(journal.batches_between(first, result.index)),
         )
 
-    def _ask_hooks(self, judged: JudgedRecord, onset: int) -> Action:
+    def _ask_hooks(
+        self,
+        result: StepResult,
+        record: StepRecord,
+        onset: int,
+        incident: IncidentRecord | None,
+    ) -> Action:
         """Calls the hooks and logs their results. Returns the actions to take."""
-        result, record = judged.result, judged.record
-        batches = tuple((batch.epoch, batch.index) for batch in result.batches)
         context = IncidentContext(
-            judged.number,
+            0 if incident is None else incident.number,
             result.index,
             onset,
             record.cause,
@@ -250,13 +216,13 @@ class IncidentMonitor:
             record.readings,
             record.engine,
             record.evidence,
-            batches,
+            tuple((batch.epoch, batch.index) for batch in result.batches),
         )
         answer = self._hooks.run(context)
         for problem in answer.problems:
             self.run.log.event("hook", step=result.index, hook="", problem=problem)
         if answer.action is None or self.run.policy.observes:
-            return record.action
+            return Action(record.action)
         self.run.log.event(
             "hook",
             step=result.index,

@@ -279,15 +279,6 @@ class NonfiniteRecovery:
             arrays=tuple(nonfinite[first]),
             trains_on=finite and journal.healthy_steps(first, journal.next_step) > 0,
         )
-        why = f"checkpoint {first} has NaN or Inf in {first_of(trouble.arrays, 10)}"
-        self.run.log.event(
-            "order",
-            step=trouble.found_at,
-            cause=[],
-            action=action,
-            why=why,
-            observed=policy.observes,
-        )
         if not acts:
             return None
         return self.run.recovery.answer(trouble)

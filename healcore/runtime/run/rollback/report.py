@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from healcore.console import counted, first_of
+from healcore.console import counted, first_of, fitted
 from healcore.core.decision import Cause, names_of
-from healcore.events.kinds import flags_text, sentence
+from healcore.events.kinds import changes_of, flags_text
 from healcore.events.models import EventRecord
 from healcore.runtime.run.rollback.holding import LASTING_STEPS
 from healcore.runtime.run.rollback.remedy import MAX_ACCEPTED
@@ -27,8 +27,8 @@ NOT_RESTORED = "no checkpoint could be restored, so the run keeps its weights"
 def report_rollback(run: Run, done: RollbackRecord, index: int) -> None:
     """Writes the events and the console line of a rollback.
 
-    The event `rollback` has all facts. The event `data` says whether the loaders were rewound: a
-    reader of the log would otherwise take the batches that follow for the batches of before.
+    The event has all facts. Its `outcome` says whether the loaders were rewound: a reader would
+    otherwise take the batches that follow for the batches of before.
 
     Args:
         run: the run, for its log and its policy.
@@ -37,17 +37,11 @@ def report_rollback(run: Run, done: RollbackRecord, index: int) -> None:
     """
     trouble = done.trouble
     rollback = _write_event(run, done)
-    data = "rewound"
+    back = f"rolled back to checkpoint {done.checkpoint}"
+    changes = ", ".join([back, *changes_of(rollback)])
+    run.log.warning(fitted(f"step {index}: {reason_of(trouble)}; {changes}"))
     if done.rewind_obstacle:
-        data = f"continues forward: {done.rewind_obstacle}"
-    run.log.event("data", step=done.checkpoint, outcome=data, rewound=not done.rewind_obstacle)
-    line = f"step {index}: {reason_of(trouble)}"
-    if not trouble.exact and trouble.cause is not TroubleCause.INTENDED:
-        line += f", since step {trouble.since}"
-    line += f"; {sentence(rollback)}"
-    if not done.lost:  # otherwise the sentence has said what became of the data
-        line += f", data {data}"
-    run.log.warning(line)
+        run.log.warning(fitted(f"step {index}: data {rollback.outcome}"))
     epoch = run.loaders.epoch_loop.returns_to
     if epoch is not None:
         # Before the program's code after the pass: it may print a row for the restored weights.
@@ -59,7 +53,7 @@ def report_rollback(run: Run, done: RollbackRecord, index: int) -> None:
 
 def _write_event(run: Run, done: RollbackRecord) -> EventRecord:
     """Writes the event `rollback`, and returns it as a record."""
-    trouble = done.trouble
+    trouble, obstacle = done.trouble, done.rewind_obstacle
     problem = None
     if trouble.arrays:
         problem = nonfinite_save(trouble)
@@ -72,7 +66,7 @@ def _write_event(run: Run, done: RollbackRecord) -> EventRecord:
         checkpoint=done.checkpoint,
         by=decided_by(trouble),
         problem=problem,
-        outcome="done",
+        outcome=f"continues forward: {obstacle}" if obstacle else "rewound",
         lr=done.lr,
         lr_limit=done.lr_limit,
         lr_at_fault=done.lr_at_fault,
@@ -134,7 +128,7 @@ def reason_of(trouble: Trouble) -> str:
         case TroubleCause.INTENDED:
             return f"{trouble.intended}: {INTENDED}"
         case TroubleCause.BETTER_WEIGHTS:
-            return f"the weights of step {trouble.better_step} are better on the same batches"
+            return f"the weights of step {trouble.better_step} are better"
     if trouble.exact:
         arrays = first_of(trouble.arrays) or "the weights"
         return f"the batch of step {trouble.found_at} makes {arrays} NaN or Inf"
@@ -187,4 +181,4 @@ def accepted_line(
     line += why
     if undone:
         line += "; what was held is undone"
-    return f"{line}; the run continues, without another rollback for this change"
+    return fitted(f"{line}; the run continues")

@@ -9,8 +9,8 @@ from healcore.core.step_record import Why
 from healcore.events import Log
 from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.dispatch_queue import StepResult
+from healcore.runtime.run.incidents.metrics import RateLog
 from healcore.runtime.run.incidents.monitor import IncidentMonitor
-from healcore.runtime.run.incidents.rate_log import RateLog
 from healcore.runtime.run.run import Run
 from healcore.runtime.run_options import Hooks
 from tests.healer.step_records import record

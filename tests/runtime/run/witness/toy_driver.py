@@ -10,7 +10,7 @@ from healcore.events import Log
 from healcore.runtime.driver import NumberRange, WeightsChanged
 from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.dispatch_queue import StepResult
-from healcore.runtime.run.incidents.rate_log import RateLog
+from healcore.runtime.run.incidents.metrics import RateLog
 from healcore.runtime.run.rollback.holding import Holding
 from healcore.runtime.run.trouble import Trouble
 from healcore.runtime.run.witness.evidence import ObservedBatch
