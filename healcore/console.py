@@ -26,6 +26,9 @@ Console = bool | Literal["auto"]
 _MAX_LINE = 160 - len("healcore: ")
 _logger = logging.getLogger("healcore")
 
+_REMOVED_FRAMES = f"\n{'-' * 20}\nFor simplicity, JAX has removed its internal frames"
+"""How a note of JAX about the traceback of an exception begins; it is the last one."""
+
 
 def checked_console(console: Any) -> Console:
     """Checks that `console` is a `Console`, or raises ValueError."""
@@ -174,4 +177,5 @@ def error_text(error: BaseException) -> str:
     Args:
         error: any exception, also one whose `__str__` raises.
     """
-    return "".join(traceback.format_exception_only(error)).strip()
+    text = "".join(traceback.format_exception_only(error)).strip()
+    return text.partition(_REMOVED_FRAMES)[0]

@@ -4,10 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from healcore import console
-from healcore.console import error_text
 from tests import forked_programs
 
 PROGRAM = """
@@ -59,14 +57,3 @@ def test_console_true_prints_beside_a_file_and_false_prints_nothing(tmp_path: Pa
     assert err("logging.basicConfig(format='%(message)s')", mode=False) == PRINTED[1:]
     with pytest.raises(ValueError, match='console must be "auto", True or False, got 3'):
         console.checked_console(3)
-
-
-def test_a_printed_array_is_shortened():
-    tensor = torch.linspace(-1, 1, 64).reshape(8, 8)
-    text = error_text(ValueError(f"found invalid values:\n{tensor}\nof the loc"))
-    assert text.startswith("ValueError: found invalid values:\ntensor([[-1.0000")
-    assert text.endswith("...])\nof the loc")
-    assert len(text) < 150
-    assert (
-        error_text(ValueError("shape [1, 2] is not [3]")) == "ValueError: shape [1, 2] is not [3]"
-    )
