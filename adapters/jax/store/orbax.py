@@ -151,7 +151,7 @@ class JaxFormat(ArrayFormat):
         if live is not None:
             is_numpy = live.layout is None
             # An array on the first device may be one that JAX may move to another device.
-            if not is_numpy and live.layout.device_set != {jax.devices()[0]}:
+            if not is_numpy and live.layout.device_set != {jax.local_devices()[0]}:
                 placement = live.layout
         if isinstance(array, np.ndarray) and not is_numpy:
             # Without a sharding it is not committed to a device. Replicas on a CPU share memory.
