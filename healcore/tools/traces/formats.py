@@ -10,6 +10,7 @@ import csv
 import itertools
 import json
 import math
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple, TextIO
 
@@ -137,7 +138,7 @@ def table_rows(path: str, problems: list[RowProblem]) -> Records:
         UnjudgeableLog: the last rows cannot be used.
     """
     with open_text(path) as file:
-        first_line = next(filter(str.strip, file), "")
+        first_line = re.sub('"[^"]*"', "", next(filter(str.strip, file), ""))
         file.seek(0)
         rows = csv.reader(file, delimiter=max(",;\t|", key=first_line.count))
         names: list[str] = []

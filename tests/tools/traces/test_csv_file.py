@@ -67,6 +67,11 @@ def test_columns_may_have_another_separator(separator, tmp_path):
     assert (table.step.tolist(), table.values["loss"].tolist()) == ([1, 2], [2.5, 2.25])
 
 
+def test_the_name_of_a_run_may_have_bars(tmp_path):
+    text = '"Step","lr=1|size=2|a - loss"\n' + "".join(f'"{at}","2.5"\n' for at in range(9))
+    assert open_one(write(tmp_path / "run.csv", text)).rows.step.tolist() == [*range(9)]
+
+
 def test_two_columns_of_one_name_are_refused(tmp_path):
     path = write(tmp_path / "run.csv", "step,loss,loss\n1,2,3\n")
     assert "two columns have the name 'loss': rename one" in refusal(path)
