@@ -57,9 +57,9 @@ def catch_unreadable(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 class _Inner:
-    """A DataLoader inside a wrapper, which gets an `UnreadableBatch` where reading raises."""
+    """A DataLoader inside a wrapper, whose batches come from the reader."""
 
-    def __init__(self, loader: Any, batches: Iterable[Any]) -> None:
+    def __init__(self, loader: Any, batches: Iterator[Any]) -> None:
         self._loader = loader
         self._batches = batches
 
@@ -67,7 +67,7 @@ class _Inner:
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        return catch_unreadable(iter(self._batches))
+        return self._batches
 
 
 def _attribute_of_base(loader: Any) -> str:
@@ -121,8 +121,10 @@ class TorchReader(Reader):
         base = _base_of(loader)
         self._order_name = "sampler" if base.batch_sampler is None else "batch_sampler"
         self.generators = generators_of(loader, base, base.dataset, *samplers_of(loader))
-        reads_ahead = base is not loader or base.num_workers > 0
-        self.draws_in_order = not reads_ahead
+        self.draws_in_order = base is loader and base.num_workers == 0
+        self._reads_ahead = _attribute_of_base(loader) == "base_dataloader" and not base.num_workers
+        self._before: dict[int, RandomStates | None] = {}
+        """Number of batches -> the random states before a wrapper has read the next one."""
         ahead = base.num_workers * (base.prefetch_factor or 0) + 1  # a wrapper reads one ahead
         self._order = _RecordedOrder(
             getattr(base, self._order_name), self.generators, ahead + _KEPT_ITEMS
@@ -145,6 +147,7 @@ class TorchReader(Reader):
         draws_first = self._draws_first or is_marked
         self._drew_first, self._draws_first = draws_first or self._workers is not None, False
         self._order.reset()
+        self._before = {}
         if not draws_first or self._workers is not None:
             return self._batches()
         after = self._order.draw(random_states(self.generators))
@@ -155,11 +158,13 @@ class TorchReader(Reader):
     def state(self, index: int, *, newest: bool) -> ReaderState:
         """The random states of before the order was drawn, and the digest of the batches since.
 
+        Besides, if Accelerate has read the next batch already, the random states of before that.
         At the first batch of an epoch the order is not drawn yet.
         """
         if index == 0:
             return {"draws_first": self._drew_first}
-        return {"random": self._order.start, "digest": self._order.digest(index)}
+        ahead = self._before.get(index) if self._reads_ahead else None
+        return {"random": self._order.start, "digest": self._order.digest(index), "ahead": ahead}
 
     def state_between(self) -> ReaderState:
         """The state before the first batch of the next epoch."""
@@ -176,14 +181,16 @@ class TorchReader(Reader):
                 self._base = None  # ends workers that were started later
             return None, 0
         after = self._order.draw(state["random"], index, tuple(state["digest"]))
-        batches = self._batches(begins_now=True)
+        self._before = {index: state["ahead"]}
+        batches = self._batches(index, begins_now=True)
         set_random_states(after, self.generators)
         return batches, index
 
-    def _batches(self, *, begins_now: bool = False) -> Iterator[Any]:
+    def _batches(self, index: int = 0, *, begins_now: bool = False) -> Iterator[Any]:
         """The batches of a new copy of the loader.
 
         Args:
+            index: number of the first batch in the epoch.
             begins_now: whether a DataLoader in a wrapper begins before the first batch is read.
         """
         loader, base = self.loader, _base_of(self.loader)
@@ -191,8 +198,31 @@ class TorchReader(Reader):
         unbegun = {"_iterator": self._workers, "_initial_iter_for_state_dict": False}
         copied = self._base = _with(base, **{self._order_name: self._order}, **unbegun)
         if base is not loader:
-            return _read_through(loader, _Inner(copied, iter(copied) if begins_now else copied))
+            batches = self._noted(iter(copied) if begins_now else copied, index)
+            return _read_through(loader, _Inner(copied, batches))
         return iter(copied)
+
+    def _noted(self, batches: Iterable[Any], index: int) -> Iterator[Any]:
+        """The batches for a wrapper, which get an `UnreadableBatch` where reading raises.
+
+        Accelerate reads a batch before the step with the batch before, and its examples may draw
+        numbers then. So after a return, the first batch is read with the random states of before,
+        and the step continues with its own.
+        """
+        caught = catch_unreadable(iter(batches))
+        while True:
+            now = random_states(self.generators)
+            self._before[index] = before = self._before.get(index) or now
+            if before is not now:
+                set_random_states(before, self.generators)
+            batch = list(islice(caught, 1))
+            if before is not now:
+                set_random_states(now)  # the step draws from no generator of the loader
+            if not batch:
+                return
+            yield batch[0]
+            self._before.pop(index - _KEPT_ITEMS, None)
+            index += 1
 
     def rows(self, index: int) -> list[int] | None:
         """The first indices of the batch, or None if they are no numbers."""

@@ -224,6 +224,7 @@ REWINDING = [
     Kind("stateful generator", generator),
     Kind("stateful worker", lambda: stateful(shuffle=True, num_workers=1), 2),
     Kind("accelerate shuffled", lambda: accelerated(**SEEDED)),
+    Kind("accelerate own noise", lambda: accelerated(NoisySquares(), **SEEDED)),
     Kind("accelerate stateful", lambda: accelerated(**SEEDED, use_stateful_dataloader=True)),
     Kind("fabric", lambda: fabric(shuffle=True, generator=seeded())),
     Kind("fabric distributed", lambda: fabric(sampler=DistributedSampler(Squares(), 1, 0))),
