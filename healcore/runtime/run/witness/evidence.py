@@ -76,6 +76,7 @@ class Anchor:
         weights: result of `Driver.copy_weights`, or None in a record.
         sample: some of the usual steps trained since the copy was made, or since the restart.
         seen: number of these steps.
+        drawn: number of calls of `draw`.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -97,7 +98,7 @@ class Anchor:
     def __post_init__(self) -> None:
         self.weights: Any = None
         self.sample: list[TrainedStep] = []
-        self.seen = 0
+        self.seen = self.drawn = 0
 
     def add(self, trained: TrainedStep, *, is_usual: bool) -> None:
         """Adds a later step that the model has trained on, by reservoir sampling (algorithm R).
@@ -120,16 +121,16 @@ class Anchor:
         if place < SAMPLE_SIZE:
             self.sample[place : place + 1] = [trained]
 
-    def draw(self, number: int, index: int) -> list[TrainedStep]:
+    def draw(self, number: int) -> list[TrainedStep]:
         """Draws past steps: `number` of them, or one if there are fewer, or none.
 
         Args:
             number: an odd number, because the median of their rises counts.
-            index: the newest step.
         """
         if len(self.sample) < number:
             number = min(1, len(self.sample))
-        return random.Random(_mixed(self.step, index)).sample(self.sample, number)
+        self.drawn += 1
+        return random.Random(_mixed(self.step, self.drawn)).sample(self.sample, number)
 
     def forget(self) -> None:
         """Forgets the evidence."""
@@ -171,7 +172,7 @@ class Anchor:
             live: the anchor before the way back.
             before: step from which the run continues.
         """
-        self.weights = live.weights
+        self.weights, self.drawn = live.weights, live.drawn
         self.sample = [each for each in live.sample if each.index < before]
         self.seen = max(min(live.seen, before - self.step), len(self.sample))
 

@@ -322,7 +322,7 @@ class Witness:
         rise = evidence = rise_of(now, then)
         if 0 < rise < math.inf:  # else not higher, or not finite: this batch alone decides
             number = MEDIAN_OF if anchor.evidence > 1 else 1
-            past = self.losses_of(anchor.draw(number, trained.index), anchor)
+            past = self.losses_of(anchor.draw(number), anchor)
             if not past:  # no batch was trained on since the anchor
                 return rise
             past.sort(key=lambda each: rise_of(*each))

@@ -142,8 +142,8 @@ def indices(steps: Iterable[TrainedStep]) -> list[int]:
 def drawn_often(anchor: Anchor, count: int) -> set[int]:
     """The steps that are among `count` drawn ones in any of 200 draws."""
     found: set[int] = set()
-    for index in range(200):
-        found.update(indices(anchor.draw(count, index)))
+    for _ in range(200):
+        found.update(indices(anchor.draw(count)))
     return found
 
 
@@ -161,12 +161,12 @@ def test_the_sample_is_uniform_over_all_steps_since():
 
 def test_a_sample_is_the_same_in_every_process():
     assert indices(filled(7, 100).sample) == indices(filled(7, 100).sample)
-    assert filled(7, 100).draw(3, 99) == filled(7, 100).draw(3, 99)
+    assert filled(7, 100).draw(3) == filled(7, 100).draw(3)
 
 
 def test_each_step_of_the_sample_is_drawn():
     assert drawn_often(filled(3, 8), 1) == {*range(8)}
-    assert Anchor(0).draw(3, 9) == [], "there is none"
+    assert Anchor(0).draw(3) == [], "there is none"
 
 
 def test_other_steps_are_sampled_only_where_usual_steps_are_missing():
