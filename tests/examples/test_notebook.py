@@ -30,4 +30,4 @@ def test_the_cells_run_and_the_healed_run_ends_well(tmp_path, monkeypatch, capsy
     assert healed < 0.2
     assert "resumes at step 200" in out
     assert re.search(r"steps 600, rollbacks [1-3]\n", out)
-    assert " to the checkpoint of step" in lines
+    assert "rolled back to checkpoint" in lines
