@@ -164,8 +164,29 @@ def test_a_rollback_to_before_the_loader_of_an_epoch_reads_the_earlier_epoch_aga
     assert "not repeated" not in lines
 
 
-def test_a_loop_over_range_with_a_loader_for_each_epoch_continues_forward(capsys):
-    """Such a loop cannot go back to the loader of the earlier epoch, and the log says so."""
+def test_a_loop_over_range_with_a_new_loader_of_one_dataset_repeats_the_earlier_epoch(capsys):
+    data = listed()
+
+    def order_of(faults: Faults) -> list[int]:
+        loop = TorchLoop(faults)
+        with Healer(rules(cut=False), state=loop.state, checkpoints=Checkpoints(every=3)) as healer:
+            for epoch in range(2):
+                loader = DataLoader(data, batch_size=None, shuffle=True)  # type: ignore[arg-type]
+                for number in healer.batches(loader, epoch=epoch):
+                    loop.step(healer, number)
+        return faults.order
+
+    clean, hurt = Faults(), Faults()
+    order_of(clean)
+    at = BATCHES + 2
+    hurt.once = {clean.order[at]}
+    hurt.seen[clean.order[at]] = -clean.order[:at].count(clean.order[at])
+    assert order_of(hurt)[-2 * BATCHES + 4 :] == clean.order[3:at] + clean.order[at + 1 :]
+    assert "rolled back to checkpoint 3, 1 batch skipped" in capsys.readouterr().err
+
+
+def test_a_loop_over_range_with_other_data_in_each_epoch_continues_forward(capsys):
+    """Such a loop cannot go back to the data of the earlier epoch, and the log says so."""
     loop = TorchLoop(Faults(once=[11]))
     with Healer(rules(cut=False), state=loop.state, checkpoints=Checkpoints(every=3)) as healer:
         for epoch in range(2):

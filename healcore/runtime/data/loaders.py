@@ -115,6 +115,17 @@ def batch_size(loader: Any) -> int | None:
     return size if type(size) is int else None
 
 
+def reads_the_same(loader: Any, other: Any) -> bool:
+    """Whether one of two loaders of torch can repeat the epochs of the other.
+
+    A program may make a new loader of the same dataset for each epoch.
+    """
+    dataset = getattr(loader, "dataset", None)
+    is_same = dataset is not None and dataset is getattr(other, "dataset", None)
+    same_size = batch_size(loader) == batch_size(other)
+    return is_same and same_size and not own_generators(loader)
+
+
 class SamplerEpochs:
     """Calls `set_epoch` of a loader and its parts, and records the argument for each epoch.
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from healcore.runtime.data.cursor import Cursor, Limit
-from healcore.runtime.data.loaders import batch_size, own_generators
+from healcore.runtime.data.loaders import batch_size, own_generators, reads_the_same
 from healcore.runtime.data.positions import (
     BatchId,
     DataError,
@@ -50,7 +50,8 @@ class SourceCursor(Cursor):
         problem: a sentence about what is wrong with its saved position, or an empty string.
         place: where in the program the newest pass has begun.
         first: number of the first pass of the newest loop.
-        since: number of the pass since which the source was read with this loader alone.
+        since: number of the pass since which the source was read with this loader alone, or with
+            others of which it can repeat the epochs.
         start: the position before the first pass of this process.
         named: the epoch that the program has named for the newest pass, or None.
         in_loop: whether a loop reads the loader. A `break` drops the rest of the epoch.
@@ -245,6 +246,8 @@ class Source:
         if cursor is not self.trained:
             self._notice_turns(cursor)
             cursor.since = saved["since"] if saved is not None and is_same_place else first
+            if self.trained is not None and reads_the_same(loader, self.trained.loader):
+                cursor.since = self.trained.since
         cursor.begin_pass(first, epochs)
         cursor.place, cursor.named, self.current = place, epoch, cursor
         cursor.start = cursor.start or cursor.position()
