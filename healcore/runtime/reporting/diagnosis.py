@@ -233,7 +233,7 @@ def _findings(outcome: RunOutcome) -> Iterator[tuple[str, str]]:
     tried = interventions(outcome)
     if history.observes:
         tried = ["nothing: the policy only observes"]
-    if outcome.lr_scale < 1:
+    elif outcome.lr_scale < 1:
         tried.append(f"learning rate × {outcome.lr_scale:.3g} at the end")
     if outcome.steps_lost:
         tried.append(lost_steps_text(outcome))
