@@ -101,7 +101,7 @@ def test_a_call_that_fails_twice_is_repeated():
 def test_trackers_get_every_step_and_the_files_of_tensorboard_are_replayed(tmp_path, capsys):
     trackers.main(str(tmp_path))
     out = capsys.readouterr().out
-    assert out.startswith("steps 120, skipped 1, clipped 1: alarm alert end ")
+    assert out.startswith("steps 120, skipped 1, clipped 1: alarm end ")
     (trace,), unreadable = open_traces([str(tmp_path)])
     assert not unreadable
     table = trace.rows

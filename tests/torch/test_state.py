@@ -80,7 +80,7 @@ def test_a_rollback_keeps_the_cut_and_costs_one_recovery(where: Any):
         pytest.param(lambda d: {**d, "schema": 99}, "99", id="later schema"),
         pytest.param(lambda d: {**d, "policy": "0"}, "policy", id="another policy"),
         pytest.param(
-            lambda d: {**d, "state": {**d["state"], "step": [1, 2]}}, "shape", id="another shape"
+            lambda d: {**d, "state": {**d["state"], "step": [1, 2]}}, "step", id="another shape"
         ),
     ],
 )

@@ -387,7 +387,7 @@ def choose_checkpoints(
     if not choices:
         raise NoGoodCheckpoint(
             f"no known-good checkpoint from before the onset at step {onset}, and no initial "
-            "snapshot: the store has none that a rollback may restore"
+            "snapshot: a rollback needs a store with one of them"
         )
     chosen = choices[min(max(depth, 1), max(len(known_good), 1)) - 1]
     if tried and chosen >= min(tried):

@@ -1,4 +1,4 @@
-"""An error of the program under each trainer: its traceback and its classification stay whole."""
+"""An error of the program under each trainer: its traceback stays whole."""
 
 import traceback
 from collections.abc import Callable
@@ -70,7 +70,7 @@ def lightning(store: Path, fail: Failure) -> None:
 
 @pytest.mark.parametrize("fail", [multiply_unequal_shapes, read_a_missing_row])
 @pytest.mark.parametrize("train", [block, callback, wrapped, after_a_step, grpo, lightning])
-def test_the_failing_line_and_the_hint_are_those_of_a_plain_healer(
+def test_the_failing_line_is_that_of_a_plain_healer(
     train: Callable[[Path, Failure], None], fail: Failure, tmp_path: Path
 ):
     store = tmp_path / "store"
@@ -80,5 +80,4 @@ def test_the_failing_line_and_the_hint_are_those_of_a_plain_healer(
     (postmortem,) = store.glob("*postmortem*")
     assert fail.__name__ in postmortem.read_text()
     (fault,) = events(store, "fault")
-    assert fault["cause"] == ["DATA"]
-    assert fault["sign"] in ("shapes", "index out of range")
+    assert fault["sign"] == type(raised.value).__name__
