@@ -28,8 +28,9 @@ from healcore.runtime.data.scan_blocks import ScanBlocks
 if TYPE_CHECKING:
     from healcore.runtime.faults.retry import Retries
 
-_OTHER_LOADER = RewindObstacle("each epoch has a loader of its own")
-"""Reason of a rollback to a place in a loader that is read no more."""
+OTHER_LOADER = RewindObstacle("each epoch has a loader of its own")
+"""Reason of a rollback to a place in a loader that is read no more: only the steps of the newest
+loader are repeated."""
 _MAX_CURSORS = 8
 """Number of loaders of a source whose cursors are kept. A loop may make a new loader for every
 epoch, without an end."""
@@ -393,21 +394,19 @@ class Source:
                 cursor.rewind(cursor.start)
 
     def rewind(self, cursor: SourceCursor, saved: SavedPosition | None) -> RewindObstacle | None:
-        """Moves the loader of the newest steps to a position.
+        """Moves the loader of the newest steps to a position, or at least to its start.
 
         Args:
             cursor: the cursor of the loader.
             saved: the position of the source, or None if it has trained nothing by then.
 
         Returns:
-            Why the loader has not moved, or None.
+            Why the steps since the position are not all repeated, or None.
         """
         place = BatchId(0, 0) if saved is None else place_of(saved)
-        if place.epoch < cursor.since:
-            return _OTHER_LOADER
-        if saved is None or place == (cursor.since, 0):  # perhaps a state of another loader
+        if saved is None or place <= (cursor.since, 0):  # perhaps a state of another loader
             saved = {**cursor.start, "epoch": cursor.since}
         if not cursor.rewind(saved):
             return cursor.rewind_obstacle
         cursor.in_loop = False  # a `break` came after this position, so it is undone too
-        return None
+        return OTHER_LOADER if place.epoch < cursor.since else None

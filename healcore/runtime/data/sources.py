@@ -334,6 +334,20 @@ class Sources:
             trained = self.last_trained.source.name
         return {"epoch": self.epoch_loop.next_epoch, "trained": trained, "sources": sources}
 
+    def forward_positions(self) -> dict[str, SavedPosition]:
+        """The positions of sources that cannot be rewound, for a checkpoint.
+
+        A rollback moves all others back. A restart after the rollback, at the same checkpoint, then
+        continues where such a source is.
+        """
+        forward: dict[str, SavedPosition] = {}
+        for name, source in self._sources.items():
+            if source.trained is not None and not source.trained.can_rewind:
+                saved = source.position(leaves=self.epoch_loop.can_return)
+                if saved is not None:
+                    forward[name] = saved
+        return forward
+
     def skipped_by_source(self) -> dict[str, list[list[int]]]:
         """Ids of all skipped batches, for a checkpoint: a restart would read them again.
 

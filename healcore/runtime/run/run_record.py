@@ -94,6 +94,8 @@ class RunRecord:
     """What is held in these ranges now."""
     skipped: dict[str, list[_BatchId]] = field(default_factory=dict)
     """Name of a source -> ids of the batches that it skips."""
+    forward: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Name of a source that cannot be rewound -> its position, which a rollback keeps."""
     comparisons: ComparisonState = field(default_factory=ComparisonState)
     """What the comparisons of weights have shown."""
     is_in_body: bool = False
@@ -197,6 +199,6 @@ class RunRecord:
         return _RECORD.validate_json(json.dumps(content), strict=True)
 
 
-_AT_STEP = ("step", "world", "engines", "skipped", "comparisons", "last_regular")
+_AT_STEP = ("step", "world", "engines", "skipped", "forward", "comparisons", "last_regular")
 """Fields about a step that only a checkpoint has, or that a part takes from it."""
 _RECORD = TypeAdapter(RunRecord)

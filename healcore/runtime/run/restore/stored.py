@@ -258,6 +258,7 @@ class StoredCheckpoints:
                 raise StoreError(f"its record is of step {record.step}")
             if data_state is None and record.world == self.run.ranks.world:
                 raise StoreError("it has no random states and positions of the loaders")
+            check_positions({"epoch": 0, "trained": None, "sources": record.forward})
         engines, problem = compatible_states(self.run.policy.engine, stored)
         saved = SavedCheckpoint(step, restored.state, record, engines, problem, data_state)
         if saved.position is not None:

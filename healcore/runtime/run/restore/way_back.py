@@ -18,7 +18,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from healcore.runtime.data.positions import positions_of_other_ranks
 from healcore.runtime.data.readers import RewindObstacle
+from healcore.runtime.data.source import OTHER_LOADER
 from healcore.runtime.driver import Engines, Rates
 from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.data_state import SavedDataState
@@ -263,7 +265,9 @@ class WayBack:
         """
         if obstacle is None or self.run.recovery.counts_steps or self.run.recovery.ends_by_steps:
             return 0
-        return max(self.run.progress.step - target, 0)
+        newest_loader = obstacle == OTHER_LOADER
+        end = self.run.journal.loader_start if newest_loader else self.run.progress.step
+        return max(end - target, 0)
 
     def _commit_rollback(self, done: RollbackRecord) -> None:
         """Replaces the record of the restored checkpoint, and saves it if it is not on disk."""
@@ -340,7 +344,13 @@ class WayBack:
         own = saved.record or RunRecord(first_step=saved.step, step=saved.step)
         self.run.record.continue_run(newest or own)
         self.run.loaders.resume_skipped(own.skipped)
-        self.run.loaders.seek(saved.position)
+        positions = saved.position
+        if positions is not None and own.repeats_undone_steps(saved.step):
+            kept = own.forward
+            if own.world != self.run.ranks.world:
+                kept = positions_of_other_ranks(kept, own.world)
+            positions = {**positions, "sources": {**positions["sources"], **kept}}
+        self.run.loaders.seek(positions)
         self.continue_from(saved, own, own.envelope, weights)
         epochs = [each.epoch for each in self.run.record.changes]
         self.run.loaders.epoch_loop.changed_in = max(epochs, default=None)
