@@ -166,6 +166,8 @@ class Source:
         """Places of the evaluations so far that a restart reads again."""
         self._owed: list[Place] = []
         """Places of the evaluations before the awaited position that a restart reads again."""
+        self._is_short = False
+        """Whether the loader ends before the position that it has continued at."""
         self._least_pass = 0
         """Number of the next pass while no loader of this process has trained."""
         self._cursors: list[SourceCursor] = []
@@ -175,7 +177,7 @@ class Source:
     @property
     def is_caught_up(self) -> bool:
         """Whether the program has begun all passes again that came before the awaited position."""
-        return self.awaited is None and not self._owed
+        return self.awaited is None and not self._owed and not self._is_short
 
     @property
     def next_pass(self) -> int:
@@ -304,7 +306,8 @@ class Source:
             notice = cursor.fast_forward(saved)
             if notice:
                 self._notices.append(notice)
-        self.awaited = None
+        self.awaited, length = None, cursor.length
+        self._is_short = length is not None and place.index > length > 0
         cursor.has_begun_before = cursor.can_rewind or cursor.next_id.index > 0 or saved["begun"]
         if place > (0, 0):
             self.train(cursor)
