@@ -428,7 +428,7 @@ class Cursor:
             position = self._saved(which, self._reader.state(0, newest=False))
         elif self.can_rewind:
             position = self.position_before(which)
-        if position is None or not self.can_rewind or not self._reader.can_read_again():
+        if position is None or not self.can_rewind or not self._reader.can_read_again(which.index):
             failure.add_note(
                 f"healcore: {self.name} cannot be moved back to {which}, so the batch is not read "
                 "again. Pass a function that makes it, healer.batches(lambda: ...), which healcore "

@@ -180,9 +180,9 @@ class FunctionReader(Reader):
         """The rows of the stream's batch."""
         return self._inner.rows(index)
 
-    def can_read_again(self) -> bool:
+    def can_read_again(self, index: int) -> bool:
         """Whether a rank alone can begin what the function makes."""
-        return self._inner.can_read_again()
+        return self._inner.can_read_again(0)
 
 
 def is_function(loader: Any) -> bool:

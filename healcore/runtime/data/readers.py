@@ -102,8 +102,12 @@ class Reader:
         """The dataset's indices of the batch before `index`, for events, or None if unknown."""
         return None
 
-    def can_read_again(self) -> bool:
-        """Whether a rank alone can read a batch again: nothing is exchanged with other ranks."""
+    def can_read_again(self, index: int) -> bool:
+        """Whether a rank alone can read a batch again: nothing is exchanged with other ranks.
+
+        Args:
+            index: number of the batch in the epoch, from 0.
+        """
         return True
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 import sys
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
 
@@ -199,7 +199,9 @@ class TorchReader(Reader):
         copied = self._base = _with(base, **{self._order_name: self._order}, **unbegun)
         if base is not loader:
             batches = self._noted(iter(copied) if begins_now else copied, index)
-            return _read_through(loader, _Inner(copied, batches))
+            # After a return the random states are known, and other ranks may not begin again.
+            own = {"rng_types": None} if index else {}
+            return _read_through(loader, _Inner(copied, batches), own)
         return iter(copied)
 
     def _noted(self, batches: Iterable[Any], index: int) -> Iterator[Any]:
@@ -236,16 +238,19 @@ class TorchReader(Reader):
         except TypeError:
             return None
 
-    def can_read_again(self) -> bool:
-        """Whether this rank alone can begin: Accelerate sends random states to the other ranks."""
+    def can_read_again(self, index: int) -> bool:
+        """Whether this rank alone can read a batch again.
+
+        At the begin of an epoch Accelerate sends random states to the other ranks.
+        """
         distributed = sys.modules["torch"].distributed
         is_alone = not distributed.is_initialized() or distributed.get_world_size() == 1
-        return is_alone or not getattr(self.loader, "rng_types", None)
+        return index > 0 or is_alone or not getattr(self.loader, "rng_types", None)
 
 
-def _read_through(loader: Any, inner: _Inner) -> Iterator[Any]:
+def _read_through(loader: Any, inner: _Inner, own: Mapping[str, Any]) -> Iterator[Any]:
     """The batches of a DataLoader as a wrapper passes them, with the wrapper's own counts."""
-    wrapper = _with(loader, **{_attribute_of_base(loader): inner})
+    wrapper = _with(loader, **{_attribute_of_base(loader): inner}, **own)
     if hasattr(loader, "_num_iter_calls"):
         loader._num_iter_calls += 1
     yield from wrapper
