@@ -71,7 +71,7 @@ def test_damaged_weights_behind_a_guard_are_found_by_the_loss_of_the_batches(tmp
     assert float(loss_fn(healer.state, INPUTS[0])) < 1e-3
 
 
-def test_a_step_that_a_loss_scale_leaves_out_is_no_step_of_an_accumulation(tmp_path, capsys):
+def test_a_step_that_a_loss_scale_leaves_out_is_no_step_of_an_accumulation(tmp_path):
     """Its batch is not one of the next step, which a rollback would leave out as well."""
     tx = protect(optax.sgd(0.01))
 
@@ -90,7 +90,6 @@ def test_a_step_that_a_loss_scale_leaves_out_is_no_step_of_an_accumulation(tmp_p
             healer.update(step(healer.state, INPUTS[number] * factor))
     assert healer.metrics()["heal/scaler_skips"] == 3
     assert healer.report().counts["skips"] == 0
-    assert "the loss scale skipped 3 steps" in capsys.readouterr().err
     rows = [json.loads(line) for line in (tmp_path / "healcore.metrics.jsonl").open()]
     assert [row["step"] for row in rows if row.get("scaler_skip")] == [9, 10, 20]
     monitor = run_of(healer).journal

@@ -212,6 +212,6 @@ def test_a_step_that_the_scaler_skips_leaves_a_count(tmp_path, caplog):
     rows = [json.loads(line) for line in (tmp_path / "healcore.metrics.jsonl").open()]
     assert [row["step"] for row in rows if row.get("scaler_skip")] == [4, 9]
     assert [row["step"] for row in rows if "grad_norm" not in row] == [4, 9]
-    assert "no intervention; the loss scale skipped 2 steps" in caplog.text
+    assert "no intervention" in caplog.text
     assert healer.metrics()["heal/scaler_skips"] == 2
     assert "nonfinite" not in caplog.text
