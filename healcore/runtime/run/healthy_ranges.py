@@ -18,9 +18,10 @@ from healcore.runtime.run.envelope import Envelope, Held
 
 UNUSUAL_NORM = 3.0
 """A gradient norm is unusual above this many times the largest healthy one."""
-OLDER_NORM = 1 - 1 / 500
+OLDER_NORM = 1 - 1 / 1000
 """Factor on the largest healthy norm at each healthy step: the norms of the first steps of a run
-are large, and say little about later steps."""
+are large, and say little about later steps. A limit that is too low hides damage that a rate or a
+wrong gradient does: it grows too slowly to be found."""
 RATE_TOLERANCE = 1.0001
 """A rate is above another from this ratio on: two float32 computations of one rate differ less."""
 

@@ -183,6 +183,7 @@ def test_a_rate_that_jumps_is_limited_to_the_last_healthy_one(tmp_path, undistur
     ("start", "curvature", "raised", "restored"),
     [
         (3.0, 0.1, {}, {0, 100}),
+        (0.005, 0.5, {199: 2.02, 219: 0.005}, {100, 200}),
         (0.005, 0.5, {199: 2.05, 219: 0.005}, {100, 200}),
         (0.005, 0.5, {199: 2.2, 219: 0.005}, {100, 200}),
     ],
@@ -303,10 +304,7 @@ def test_an_edit_that_comes_again_after_each_rollback_is_accepted(tmp_path, caps
     assert {e["checkpoint"] for e in backs} == {100}
     assert [bool(e["batches"]) for e in backs] == [False, True, False]
     assert not any("lr_limit" in e for e in backs)
-    (line,) = [
-        each for each in capsys.readouterr().err.splitlines() if "the program intends" in each
-    ]
-    assert "what was held is undone" in line
+    assert "the program intends the change" in capsys.readouterr().err
     assert healer.metrics()["heal/lr_scale"] == 1.0
     assert (healer.step, events(tmp_path, "end")[0]["ending"]) == (STEPS, "completed")
     assert all(map(torch.equal, run.model.parameters(), plain.model.parameters()))
@@ -321,7 +319,7 @@ def test_an_edit_that_comes_again_after_each_rollback_is_accepted(tmp_path, caps
     [{"mode": "observe"}, {"respond": [{"to": ["loss_spike"], "do": ["alert"]}]}],
     ids=["observe", "no rollback"],
 )
-def test_only_a_policy_with_rollbacks_rolls_back(tmp_path, change, caplog):
+def test_only_a_policy_with_rollbacks_rolls_back(tmp_path, change):
     run = ComparedRun()
     policy = load("default", **change)
     harm = at_change(lambda: times(run, 50.0))
@@ -329,7 +327,6 @@ def test_only_a_policy_with_rollbacks_rolls_back(tmp_path, change, caplog):
     assert events(tmp_path, "alarm"), "there was a reason"
     assert not events(tmp_path, "assessment")
     assert healer.rollbacks == 0
-    assert ("compares no weights" in caplog.text) == ("respond" in change)
 
 
 class Attacked(ComparedRun):

@@ -25,7 +25,7 @@ def test_damage_that_comes_back_is_named_wherever_the_run_is_summed_up(tmp_path,
     line = capsys.readouterr().err.splitlines()[-1]
     assert f"completed after step {STEPS}: {said}; " in line
     assert "rolled back 3 times" in line
-    assert "batches after a rollback" not in line, "the batches of the tries were read again"
+    assert "left out" not in line, "the batches of the tries were read again"
 
     report = healer.report()
     assert (report.ending, report.converged) == ("completed", False)

@@ -367,7 +367,8 @@ class Recovery:
         """Looks for a snapshot since which something new is unusual. Collective.
 
         The newest sound snapshot may already have a part of the trouble: a number that has left its
-        range before it, or, if nothing else is unusual, a rate.
+        range before it, or a rate. An unusual norm may be a symptom of the rate, so it does not end
+        the search for one.
 
         Args:
             trouble: the trouble.
@@ -377,17 +378,20 @@ class Recovery:
         Returns:
             The steps from this snapshot on, or all; and what was unusual.
         """
-        holding = self.run.holding
-        for place, step in enumerate(steps):
+        holding, first, found = self.run.holding, steps[0], Envelope()
+        for step in steps:
             if step in healthy:
                 found = holding.outside(trouble, step, healthy[step]).beyond(holding.envelope)
                 if found:
-                    return steps[place:], found
-        if trouble.cause is TroubleCause.BETTER_WEIGHTS:
-            for step, known in healthy.items():
-                if holding.rate_fact(trouble, step, known) is RateFact.HIGHER:
-                    return steps[steps.index(step) :], Envelope()
-        return steps, Envelope()
+                    first = step
+                    break
+        if trouble.cause is TroubleCause.BETTER_WEIGHTS and not (found.numbers or found.left_out):
+            for step in steps[steps.index(first) :]:
+                known = healthy.get(step)
+                if known and holding.rate_fact(trouble, step, known) is RateFact.HIGHER:
+                    first = step
+                    break
+        return steps[steps.index(first) :], found
 
     def _facts(
         self,
