@@ -1,6 +1,7 @@
 """A learning rate of exactly 1 is a known rate: a run at 1.0 is judged like a run at 0.999."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,10 @@ def train_jax(rate: float, logging: Logging, *, injected: bool) -> None:
 
 
 def decisions(folder: Path, rate: float) -> list[tuple[Any, ...]]:
-    """Step, checkpoint, held and limit of each rollback. The limit is a share of `rate`."""
+    """Step, checkpoint, held and limit of each rollback. The limit is a share of `rate`.
+
+    The numbers of what is held have two digits: gradient norms differ a little between two rates.
+    """
     found = []
     for line in (folder / "events.jsonl").read_text().splitlines():
         event = json.loads(line)
@@ -96,7 +100,11 @@ def decisions(folder: Path, rate: float) -> list[tuple[Any, ...]]:
             limit = event.get("lr_limit")
             if limit is not None:
                 limit = round(limit / rate, 5)
-            found.append((event["step"], event["checkpoint"], event.get("held"), limit))
+            held = [
+                re.sub(r"\d+\.\d+", lambda number: f"{float(number[0]):.2g}", text)
+                for text in event.get("held", ())
+            ]
+            found.append((event["step"], event["checkpoint"], held, limit))
     return found
 
 
