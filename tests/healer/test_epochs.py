@@ -71,7 +71,7 @@ def healed_run(
     places = []
     with Healer(POLICY, state=loop.state, store=store, checkpoints=Checkpoints(every=5)) as healer:
         for epoch in healer.epochs(EPOCHS):
-            kwargs = {"epoch": epoch} if named else {}
+            kwargs: Any = {"epoch": epoch} if named else {}
             for number in healer.batches(batches(epoch), **kwargs):
                 assert healer.epoch == epoch
                 loop.epoch, loop.index = epoch, healer.batch_index
@@ -162,7 +162,7 @@ def test_a_pass_never_has_more_batches_than_its_loader(named, tmp_path):
     spoilt = False
     with Healer(POLICY, state=loop.state, store=tmp_path, checkpoints=Checkpoints(every=5)) as run:
         for epoch in run.epochs(EPOCHS):
-            kwargs = {"epoch": epoch} if named else {}
+            kwargs: Any = {"epoch": epoch} if named else {}
             for index, number in enumerate(run.batches(loader, **kwargs)):
                 assert index < len(loader)
                 is_bad = (epoch, run.batch_index) == bad and not spoilt
