@@ -154,7 +154,11 @@ def fill_nonfinite(update: jax.Array, parts: Iterable[jax.Array]) -> jax.Array:
 
     Args:
         update: the update of one tensor.
-        parts: the factors of the update, or the update itself.
+        parts: the factors of the update, or the update itself; each of the update's shape, or one
+            that broadcasts to it.
+
+    Returns:
+        The update, with its shape and dtype.
     """
     is_finite: Any = True
     for part in parts:

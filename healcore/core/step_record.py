@@ -263,6 +263,9 @@ def loss_or_nan(loss: Float) -> Float:
 
     Args:
         loss: float32 of any shape, of any array library.
+
+    Returns:
+        The loss in the same library and shape; NaN where it is -0.0.
     """
     return xp.where((loss == 0) & xp.signbit(loss), np.nan, loss)
 

@@ -63,14 +63,11 @@ def test_several_ranks_decide_as_one(
     # It has the rollbacks of one process. A rate that is too high makes the steps chaotic.
     assert len(found["rollbacks"]) == len(one["rollbacks"])
     for mine, expected in zip(found["rollbacks"], one["rollbacks"], strict=True):
-        chaotic = {"step": 0, "checkpoint": 0, "batches": []} if fault == "rate" else {}
+        chaotic = {"step": 0, "checkpoint": 0} if fault == "rate" else {}
         assert {**mine, **chaotic} == {**expected, **chaotic}
         assert abs(mine["step"] - expected["step"]) <= (20 if fault == "rate" else 0)
     assert found["lr_scale"] == one["lr_scale"]
-    if [each["batches"] for each in found["rollbacks"]] == [
-        each["batches"] for each in one["rollbacks"]
-    ]:
-        assert found["norm"] == pytest.approx(one["norm"], rel=1e-4)
+    assert found["norm"] == pytest.approx(one["norm"], rel=1e-4)
 
     # The same steps were compared, with the same losses.
     pairs = zip(found["compared"], one["compared"], strict=fault in TOLERANCE)

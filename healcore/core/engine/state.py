@@ -267,6 +267,9 @@ def metrics(record: Sequence[Array], tally: Tally) -> dict[str, Array]:
     Args:
         record: the numbers of the step, as `record_numbers` collects them.
         tally: the counts after the step.
+
+    Returns:
+        `heal/...` -> a number of the arrays' library: 0-d, or with the leading axes of the arrays.
     """
     numbers = dict(zip(RECORD_FIELDS, record, strict=True)) | tally._asdict()
     numbers["loss"] = loss_or_nan(numbers["loss"])
