@@ -123,7 +123,7 @@ def healed(root: Path, kind: str) -> dict[str, Any]:
         stopped = end.code
     trainer_access_of(healer).driver.expect_change()
     multihost_utils.sync_global_devices("ended")  # process 0 writes the events of both
-    votes = [] if kind == "memory" else [e for e in read(events).events if e["kind"] == "vote"]
+    votes = [] if kind == "memory" else [e for e in read(events).events if "of_ranks" in e]
     held = whole(mesh, without_heal_state(healer.state))
     return {
         "first": first,
@@ -134,7 +134,7 @@ def healed(root: Path, kind: str) -> dict[str, Any]:
         "state": digest(held),
         "listed": [save.step for save in run_of(healer).store.checkpoints()],
         "traced": len(traces),
-        "votes": [[e["step"], e["outcome"], e["why"]] for e in votes],
+        "votes": [[e["step"], [each["why"] for each in e["of_ranks"]]] for e in votes],
     }
 
 
