@@ -74,7 +74,7 @@ def log_first_lines(
     if run.loop.state.is_complete:
         run.log.info(
             f"this run has completed at step {step}: its final state is loaded, and the loop "
-            f"trains nothing (docs/faq.md); checkpoints {where}"
+            f"trains nothing (pass resume=True to train on); checkpoints {where}"
         )
         return
     begins = f"resumes from the checkpoint of step {step}" if resumed else f"starts at step {step}"
