@@ -13,13 +13,13 @@ from healcore.events.models import Ending
 from healcore.policy import Overrides, PolicyLike
 from healcore.runtime.batch_iterator import Batch, Batches
 from healcore.runtime.data.loaders import Loader
-from healcore.runtime.data.scan_blocks import ScanBlocks
+from healcore.runtime.data.readers import ScanBlocks
 from healcore.runtime.driver_choice import trainer_limit
 from healcore.runtime.faults.microbatches import Microbatch
 from healcore.runtime.healer_options import AttachOptions, Options
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.reporting.trackers import TrackersLike, select
-from healcore.runtime.run.batches.batch_loop import BatchLoop, loop_over_blocks
+from healcore.runtime.run.batches.batch_loop import loop_over_batches, loop_over_blocks
 from healcore.runtime.run.batches.number_loops import loop_over_epochs, loop_over_steps
 from healcore.runtime.run.ending.end import EndedBy, RunEnd, end_run
 from healcore.runtime.run.run import Run
@@ -346,9 +346,8 @@ class Healer(Generic[State]):
 
         Raises:
             ValueError: `epochs` is not a whole number >= 1.
-            DataError: from the first `next`; the loader cannot be iterated over, `epoch` cannot be
-                its next epoch, an iterator is asked for several epochs, or another loader of the
-                same name is in use.
+            DataError: from the first `next`; the loader cannot be iterated over, an iterator is
+                asked for several epochs, or another loader of the same name is in use.
             RunStopped: the policy ends the run.
             Terminated: SIGTERM was received; the current step is finished and the run saved.
             EndRequested: the stop file exists; the current step is finished and the run saved.
@@ -373,7 +372,7 @@ class Healer(Generic[State]):
         """
         if epochs is not None and (type(epochs) is not int or epochs < 1):
             raise ValueError(f"epochs is a whole number >= 1, or None for no end, not {epochs!r}")
-        batches = BatchLoop(self._live, loader, epochs, epoch, name=name).batches()
+        batches = loop_over_batches(self._live, loader, epochs, epoch, name=name)
         return Batches(self, self._until_end(batches), loader, epochs)
 
     def epochs(self, total: int) -> Iterator[int]:

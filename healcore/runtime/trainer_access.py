@@ -9,7 +9,7 @@ from healcore.runtime.data import BatchId
 from healcore.runtime.data.sources import Sources
 from healcore.runtime.driver import WEIGHTS, Driver
 from healcore.runtime.faults.microbatches import Count, Microbatch
-from healcore.runtime.run.batches.batch_loop import BatchLoop
+from healcore.runtime.run.batches.batch_loop import loop_over_batches
 from healcore.runtime.run.run import Run
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ class TrainerAccess:
             An iterator over the batches, as the loader yields them. After a rollback it continues
             with the batches of the restored position.
         """
-        return BatchLoop(self._run, loader, epochs, limit=epoch_length, by_trainer=True).batches()
+        return loop_over_batches(self._run, loader, epochs, limit=epoch_length, by_trainer=True)
 
     @property
     def pending(self) -> tuple[BatchId, ...]:

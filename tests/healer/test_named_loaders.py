@@ -139,15 +139,3 @@ def test_a_second_loader_at_the_same_time_needs_a_name(tmp_path):
 
     with pytest.raises(DataError, match="and another loop begins"):
         start(evaluates, tmp_path / "evaluation")
-
-
-def test_loaders_that_take_turns_and_draw_by_themselves_are_told_to_have_names(tmp_path):
-    def unnamed(healer: Healer[Any]) -> Iterator[int]:
-        first, second = shuffled(*range(4), seed=1), shuffled(*range(10, 14))
-        for epoch in healer.epochs(3):
-            yield from healer.batches(first, epoch=epoch)
-            yield from healer.batches(second, epoch=epoch)
-
-    start(unnamed, tmp_path)
-    lines = [each["why"] for each in events(tmp_path, "note")]
-    assert [line for line in lines if "take turns" in line and 'name="b"' in line]

@@ -371,7 +371,8 @@ def test_an_interrupted_run_that_is_given_another_learning_rate_says_which_holds
     assert "empty directory" in lines
     assert "policy: 'skips (" in lines
     assert "-> 'default (" in lines
-    assert "batch size: 2 -> 4" in lines
+    notes = [event["why"] for event in events(tmp_path, "note")]
+    assert [note for note in notes if "batch size: 2 -> 4" in note]
     assert "restart their warm-up" in lines
 
 

@@ -4,20 +4,18 @@
     loaders            what healcore looks for in a user's loader, and finds there
     positions          ids of batches, positions for a checkpoint
 
-    readers            the protocol of a reader: begins an epoch, returns to a place; simple readers
+    readers            the protocol of a reader: begins an epoch, returns to a place; which reader a
+                       loader gets, and all readers but one
     torch_reader       the reader of torch's DataLoader of a map-style dataset
-    reader_choice      which reader a loader gets, and the reader of a function
-    scan_blocks        the blocks of a loop that JAX compiles as a whole
 
     cursor             reads epochs, skips batches, reads again after failures, moves to positions
 
-All sources of a run:
-    source             a named stream of batches, whose passes a restart finds again
-    sources            the sources, from the begin of a pass to a checkpoint and a rollback
+    sources            the named streams of a run, from the begin of a pass to a checkpoint and a
+                       rollback
 
 What `runtime/run` calls:
     Sources.begin          a loop begins: the cursor of its loader, at the saved position
-    SourceCursor.next      reads the next batch
+    Cursor.next            reads the next batch
     Sources.position       the positions of all sources, for a snapshot
     Sources.seek           the only way back, at a start and at a rollback; `skip` marks bad batches
     Sources.train          a step has used the batches that were read

@@ -12,7 +12,6 @@ from healcore.console import counted, error_text
 from healcore.core.decision import Cause
 from healcore.runtime.data.loaders import Loader, SamplerEpochs, class_name
 from healcore.runtime.data.positions import (
-    POSITION_VERSION,
     BatchId,
     DataError,
     EmptyLoader,
@@ -32,9 +31,14 @@ from healcore.runtime.data.random_states import (
     set_generator_states,
     set_random_states,
 )
-from healcore.runtime.data.reader_choice import function_name, is_function, reader_for
-from healcore.runtime.data.readers import Reader, RewindObstacle
-from healcore.runtime.data.torch_reader import UnreadableBatch
+from healcore.runtime.data.readers import (
+    Reader,
+    RewindObstacle,
+    UnreadableBatch,
+    function_name,
+    is_function,
+    reader_for,
+)
 from healcore.runtime.faults.classification import classify
 
 if TYPE_CHECKING:
@@ -69,7 +73,6 @@ class Cursor:
         loader: the user's loader.
         name: the loader's class or function, for messages.
         next_id: the id of the next batch.
-        last_id: the id of the last batch that the loop has received, or None after a rewind.
         limit: see `Limit`.
         is_used_up: whether the loader is an iterator that has yielded its last batch.
         unreadable: the batch whose reading made the last `next` raise, or None.
@@ -100,19 +103,22 @@ class Cursor:
         self._is_iterator = isinstance(loader, Iterator)
         if is_function(loader):
             self.name = f"function {function_name(loader)}"
+        elif isinstance(loader, type) or not (
+            hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
+        ):
+            raise UnusableLoader(
+                f"a loader is something to iterate over, not {loader!r:.80}: pass a DataLoader, a "
+                "dataset of batches, a list, or a function that makes one of these"
+            )
         else:
             self.name = class_name(loader)
-            _check_iterable(loader)
         self.next_id = BatchId(0, 0)
-        self.last_id: BatchId | None = None
         self.limit: Limit = None
         self.is_used_up = False
         self.unreadable: BatchId | None = None
         self.skipped_batch_ids: set[BatchId] = set()
         self._skipped: list[BatchId] = []
         """The batches skipped since `take_skipped`."""
-        self._requested: float = 0
-        """First epoch that the program's loop has asked for last, which has called `set_epoch`."""
         self._end: float = 0
         """Reading ends before this epoch. Infinity for no end."""
         self._batches: Iterator[Any] | None = None
@@ -133,15 +139,9 @@ class Cursor:
         self._rewind_error: RewindObstacle | None = None
         """Why the last `rewind` has failed, or None."""
         self._retries = retries
-        self._reader_or_none: Reader | None = None
+        self._reader: Reader = self._call_patiently(lambda: reader_for(loader))
+        """Begins epochs of the loader."""
         self.read_epochs(0, epochs)
-
-    @property
-    def _reader(self) -> Reader:
-        """Begins epochs of the loader. Made on first use: to examine an iterator may draw."""
-        if self._reader_or_none is None:
-            self._reader_or_none = self._call_patiently(lambda: reader_for(self.loader))
-        return self._reader_or_none
 
     # -- epochs ---------------------------------------------------------------------------------
 
@@ -172,7 +172,7 @@ class Cursor:
         if epochs is None:
             self._end = math.inf
         elif first < math.inf:
-            self._requested, self._end = first, first + epochs
+            self._sampler_epochs.requested, self._end = first, first + epochs
 
     @property
     def length(self) -> int | None:
@@ -181,9 +181,7 @@ class Cursor:
         The smaller one of the loader's length and `limit`. The loader is asked each time, because a
         program may change it between two epochs.
         """
-        lengths = []
-        if self.limit is not None:
-            lengths.append(self.limit(self.next_id.epoch))
+        lengths = [] if self.limit is None else [self.limit(self.next_id.epoch)]
         with suppress(TypeError):
             lengths.append(len(self.loader))
         return min(lengths, default=None)
@@ -231,7 +229,7 @@ class Cursor:
     def close(self) -> None:
         """Releases the loader's iterator with its workers. Nothing can be read afterwards."""
         self._batches = None
-        self._forget_state(RewindObstacle(f"{self.name} is closed"))
+        self._reader = Reader(self.loader, obstacle=RewindObstacle(f"{self.name} is closed"))
 
     # -- reading --------------------------------------------------------------------------------
 
@@ -274,7 +272,6 @@ class Cursor:
                 if self._positions and place_of(self._positions[-1]) < (which.epoch, 1):
                     self.position()
                 if not is_skipped:
-                    self.last_id = which
                     return batch, which
             self._skipped.append(which)
         raise StopIteration
@@ -288,9 +285,9 @@ class Cursor:
         """The batches of the epoch; begins the epoch if necessary."""
         if self._batches is None:
             epoch, reader = self.next_id.epoch, self._reader
-            if self._is_between and not reader.replays:
+            if self._is_between:
                 self.position()
-            self._sampler_epochs.begin(epoch, by_user=epoch == self._requested)
+            self._sampler_epochs.begin(epoch)
             self._begin_states = random_states(reader.generators)
             self._batches = self._call_patiently(reader.begin)
             self._is_between = False
@@ -370,65 +367,46 @@ class Cursor:
     def _drop_until(self, goal: BatchId, read: Callable[[], Any]) -> None:
         """Reads and discards batches. An unreadable batch also counts as read.
 
-        If the stream ends with a failure in the network, the failure is raised.
+        A failure in the network is raised: the batches after it may be lost too.
         """
-        failure: Exception | None = None
         while self.next_id < goal:
             try:
                 read()
             except StopIteration:
-                if failure is not None:
-                    raise failure from None
                 raise
             except Exception as error:
-                if error is not self._error:  # the epoch is empty
+                is_of_batch = error is self._error  # else the epoch is empty
+                if not is_of_batch or classify(error).cause is Cause.NETWORK:
                     raise
-                if classify(error).cause is Cause.NETWORK:
-                    failure = error
-                    if read == self._read:  # an attempt to read again
-                        raise
 
     # -- reading again after failures in the network --------------------------------------------
 
     def _read_patiently(self) -> Any:
-        """Reads the next batch, see `_read`, and reads it again after failures in the network."""
-        if self._retries is None:
-            return self._read()
-        which, states = self.next_id, random_states()
+        """Reads the next batch, see `_read`, and reads it again after failures in the network.
+
+        The loader and the random states are moved back before each attempt. If that is impossible,
+        the failure is raised. Without this, the batch would be lost, or the end of a generator that
+        has raised would pass for the end of the data.
+        """
+        retries, which, position = self._retries, self.next_id, None
+        states = {} if retries is None else random_states()
         try:
             return self._read()
         except StopIteration:
             raise
         except Exception as error:
-            if classify(error).cause is not Cause.NETWORK:
+            if retries is None or classify(error).cause is not Cause.NETWORK:
                 raise
             failure = error
         # Outside of the `except` block: an error of the next attempt must not have this failure as
         # its context, or it would be classified as a failure in the network too.
-        return self._read_again(which, failure, states, self._retries)
-
-    def _read_again(
-        self, which: BatchId, failure: Exception, states: RandomStates, retries: Retries
-    ) -> Any:
-        """Reads a batch again that a failure in the network has interrupted.
-
-        The loader and the random states are moved back before each attempt. If that is impossible,
-        the failure is raised. Without this, the batch would be lost, or the end of a generator that
-        has raised would pass for the end of the data.
-
-        Args:
-            which: the batch that could not be read.
-            failure: the exception of the read.
-            states: random states of before the read.
-            retries: waits before each attempt, and says when to give up.
-        """
-        last, position = self.last_id, None
         if which.index == 0:  # the epoch begins again
             states = self._begin_states
-            position = self._saved(which, self._reader.state(0, newest=False))
+            if self._reader.begins_alone:
+                position = self._saved(which, self._reader.state(0, newest=False))
         elif self.can_rewind:
             position = self.position_before(which)
-        if position is None or not self.can_rewind or not self._reader.can_read_again(which.index):
+        if position is None or not self.can_rewind:
             failure.add_note(
                 f"healcore: {self.name} cannot be moved back to {which}, so the batch is not read "
                 "again. Pass a function that makes it, healer.batches(lambda: ...), which healcore "
@@ -455,7 +433,6 @@ class Cursor:
                     return batch
             raise failure
         finally:
-            self.last_id = last
             if self.unreadable is not None:  # also if a signal has ended the wait
                 self.next_id = BatchId(which.epoch, which.index + 1)
                 self._error = failure
@@ -476,10 +453,6 @@ class Cursor:
         """
         return self._reader.obstacle or self._rewind_error
 
-    def _forget_state(self, obstacle: RewindObstacle) -> None:
-        """Treats the loader as a loader that cannot be rewound from now on."""
-        self._reader_or_none = Reader(self.loader, obstacle=obstacle)
-
     def position(self) -> SavedPosition:
         """The position right after the last batch, for `rewind` and `fast_forward`.
 
@@ -492,13 +465,13 @@ class Cursor:
         if self.can_rewind and not reader.replays and not self._is_between:
             self._begin()  # the state may still be of the epoch that a `break` has left
         try:
-            if self._batches is None:
-                position = self._saved(self.next_id, reader.state_between())
-            else:
-                position = self._saved(self.next_id, reader.state(self.next_id.index, newest=True))
+            index = None if self._batches is None else self.next_id.index
+            position = self._saved(self.next_id, reader.state(index, newest=True))
         except Exception as error:  # the loader's code may raise anything
-            reason = f"the state of {self.name} cannot be taken"
-            self._forget_state(RewindObstacle(reason, error_text(error)))
+            obstacle = RewindObstacle(
+                f"the state of {self.name} cannot be taken", error_text(error)
+            )
+            self._reader = Reader(self.loader, obstacle=obstacle)
             position = self._saved(self.next_id, None)
         if self.can_rewind:
             self._positions.append(position)
@@ -512,7 +485,6 @@ class Cursor:
         elif reader.draws_in_order or batch.index == 0:
             generators = [generator_state(each) for each in reader.generators]
         return {
-            "version": POSITION_VERSION,
             "kind": reader.kind,
             "epoch": batch.epoch,
             "index": batch.index,
@@ -532,10 +504,11 @@ class Cursor:
         """
         if batch == self.next_id:
             return self.position()
-        if not self.can_rewind:
-            return self._saved(batch, None)
-        if self._reader.replays and batch.epoch == self.next_id.epoch:
-            return self._saved(batch, self._reader.state(batch.index, newest=False))
+        state = None
+        if self.can_rewind and batch.epoch == self.next_id.epoch:
+            state = self._reader.state(batch.index, newest=False)
+        if state is not None or not self.can_rewind:
+            return self._saved(batch, state)
         for position in reversed(self._positions):
             known = place_of(position)
             if known == batch or (known.epoch == batch.epoch and 0 < known.index < batch.index):
@@ -559,7 +532,7 @@ class Cursor:
         """
         if not self.can_rewind:
             return False
-        before, states, was_at = self.position(), random_states(), (self.next_id, self.last_id)
+        before, states, was_at = self.position(), random_states(), self.next_id
         if not self.can_rewind:
             return False
         try:
@@ -572,7 +545,7 @@ class Cursor:
         except Exception as error:  # the loader's code may raise anything
             reason = f"{self.name} does not accept the position"
             self._rewind_error = RewindObstacle(reason, error_text(error))
-            self.next_id, self.last_id = was_at
+            self.next_id = was_at
             if not isinstance(error, DataError):  # else the reader has not moved
                 self._move_to(decode_position(before), self._read_patiently)
             self._sampler_epochs.restore(self.next_id.epoch, before["told_epoch"])
@@ -599,21 +572,17 @@ class Cursor:
         """
         target = self._decoded(position)
         goal = target.batch
-        if goal.epoch > self.next_id.epoch:
-            self._sampler_epochs.restore(goal.epoch, target.told_epoch)
-            self._move(BatchId(goal.epoch, 0), None)
         if goal <= self.next_id:
             return ""
-        first = self.next_id.index
         with suppress(StopIteration):
-            self._drop_until(goal, self._read_patiently)
+            self._move_to(target, self._read_patiently, has_state=False)
         if self.next_id != goal:
             return f"epoch {goal.epoch} has fewer than {goal.index} batches: continues after it"
         order = "a loader that shuffles by itself may give different batches"
         if self._rewind_error is not None:
             order = f"the batches may differ from before: {self._rewind_error}"
         return (
-            f"read {counted(goal.index - first, 'batch', 'batches')} and dropped them, up to batch "
+            f"read {counted(goal.index, 'batch', 'batches')} and dropped them, up to batch "
             f"{goal.index} of epoch {goal.epoch}; {order}"
         )
 
@@ -623,17 +592,19 @@ class Cursor:
         check_division(target, division(self.loader), self.name)
         return target
 
-    def _move_to(self, target: Position, read: Callable[[], Any]) -> None:
+    def _move_to(
+        self, target: Position, read: Callable[[], Any], *, has_state: bool = True
+    ) -> None:
         """Moves the loader to a position. If the loader raises, its position is unknown.
 
         Raises:
             DataError: the reader cannot return to the position, and has not moved.
         """
         epoch, index = target.batch
-        self.next_id, self.last_id = BatchId(epoch, 0), None  # a function may ask for the epoch
+        self.next_id = BatchId(epoch, 0)  # a function may ask for the epoch
         self._sampler_epochs.restore(epoch, target.told_epoch)
         batches, at = None, 0
-        state, generators = target.state or (None, None)
+        state, generators = (has_state and target.state) or (None, None)
         if state is not None:
             batches, at = self._reader.resume(state, index)
         if generators is not None:
@@ -643,13 +614,3 @@ class Cursor:
         self._is_restored, self.is_used_up = True, False
         self._drop_until(target.batch, read)
         self._error = None
-
-
-def _check_iterable(loader: Any) -> None:
-    """Raises UnusableLoader for an object that is nothing to iterate over."""
-    is_iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
-    if not is_iterable or isinstance(loader, type):
-        raise UnusableLoader(
-            f"a loader is something to iterate over, not {loader!r:.80}: pass a DataLoader, a "
-            "dataset of batches, a list, or a function that makes one of these"
-        )

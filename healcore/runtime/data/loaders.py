@@ -127,11 +127,12 @@ def reads_the_same(loader: Any, other: Any) -> bool:
 
 
 class SamplerEpochs:
-    """Calls `set_epoch` of a loader and its parts, and records the argument for each epoch.
+    """Calls `set_epoch` of a loader and its parts with the number of each epoch.
 
     A DistributedSampler draws the order of an epoch from the number that `set_epoch` gets. It needs
     the next number for a new order, and the earlier number after a rewind. A user's loop over
-    epochs usually calls `set_epoch` itself. This number is then read and recorded, and not set.
+    epochs usually calls `set_epoch` itself. This number is then read, and the epochs after it have
+    the numbers after it.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -140,29 +141,28 @@ class SamplerEpochs:
         for each in (loader, *samplers_of(loader), getattr(loader, "dataset", None)):
             if callable(getattr(each, "set_epoch", None)) or hasattr(each, "_num_iter_calls"):
                 self._owners.append(each)
-        self._numbers: dict[int, int] = {}
-        """Epoch of the cursor -> argument of `set_epoch`."""
+        self._first: int | None = None
+        """Argument of `set_epoch` for epoch 0 of the cursor, or None before the first epoch."""
+        self.requested: float = 0
+        """Epoch that the user's loop has asked for, which has called `set_epoch`; -1 if its number
+        is known."""
 
-    def begin(self, epoch: int, *, by_user: bool) -> None:
+    def begin(self, epoch: int) -> None:
         """Sets the number of an epoch, or reads it if the user's loop has asked for the epoch."""
-        if by_user and epoch not in self._numbers:
-            self._numbers[epoch] = self._read(default=epoch)
-            return
-        number = self.number(epoch)
-        self.restore(epoch, epoch if number is None else number)
+        if epoch == self.requested:
+            self._first, self.requested = self._read(default=epoch) - epoch, -1
+        else:
+            self.restore(epoch, epoch + (self._first or 0))
 
     def number(self, epoch: int) -> int | None:
-        """The argument of `set_epoch` for an epoch that has begun or is next, or None."""
-        if epoch in self._numbers:
-            return self._numbers[epoch]
-        before = self._numbers.get(epoch - 1)
-        return None if before is None else before + 1
+        """The argument of `set_epoch` for an epoch, or None before the first epoch."""
+        return None if self._first is None else self._first + epoch
 
     def restore(self, epoch: int, number: int | None) -> None:
         """Sets the number of an epoch of a saved position; None sets nothing."""
         if number is None:
             return
-        self._numbers[epoch] = number
+        self._first, self.requested = number - epoch, -1
         for owner in self._owners:
             if hasattr(owner, "set_epoch"):
                 owner.set_epoch(number)

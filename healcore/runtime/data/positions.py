@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, Field
 
@@ -23,8 +23,6 @@ from healcore.runtime.store import values
 
 _Number = Annotated[int, Field(strict=True, ge=0)]
 _Place = Annotated[list[_Number], Field(min_length=3, max_length=3)]
-POSITION_VERSION = 4
-"""Version of the format of positions. A position of another version is not read."""
 _STATE_PATH = ("the loader's state",)
 
 SavedPosition = dict[str, Any]
@@ -142,7 +140,6 @@ def _decoded_state(text: str | None) -> Any:
 class Position(BaseModel, frozen=True):
     """A decoded position. The keys of a saved position have the names of the fields."""
 
-    version: Literal[4]
     kind: str
     """`Reader.kind` of the reader that took the state."""
     epoch: _Number
@@ -181,8 +178,7 @@ def decode_position(value: Any) -> Position:
         return Position.model_validate(value)
     except Exception as error:  # the value may be crafted or damaged
         raise DataError(
-            f"a position is a result of Cursor.position() of version {POSITION_VERSION}, "
-            f"not {value!r:.80}: {error}"
+            f"a position is a result of Cursor.position(), not {value!r:.80}: {error}"
         ) from error
 
 
@@ -235,9 +231,6 @@ def check_positions(position: Mapping[str, Any]) -> None:
 
 # -- another number of ranks ---------------------------------------------------------------------
 
-GLOBAL_ROWS = "rows of a global batch"
-"""Kind of the division of a loader whose sampler divides the data among the ranks."""
-
 
 def division(loader: Any) -> Division | None:
     """What has to stay equal when a run continues with another number of ranks.
@@ -260,7 +253,7 @@ def division(loader: Any) -> Division | None:
         replicas = getattr(sampler, "num_replicas", None)
         distributed = sampler is not batch_sampler and hasattr(sampler, "set_epoch")
         if distributed and type(rows) is int and type(replicas) is int:
-            return [GLOBAL_ROWS, rows * replicas]
+            return ["rows of a global batch", rows * replicas]
         if is_type(sampler, "torch.utils.data", "SequentialSampler") and hasattr(loader, "__len__"):
             return ["batches", len(loader)]
     return None
@@ -285,10 +278,7 @@ def positions_of_other_ranks(
     Returns:
         Positions with the key `ranks`, which `check_division` reads.
     """
-    moved: dict[str, SavedPosition] = {}
-    for name, each in sources.items():
-        moved[name] = {**each, "state": None, "ranks": ranks}
-    return moved
+    return {name: {**each, "state": None, "ranks": ranks} for name, each in sources.items()}
 
 
 def check_division(position: Position, division: Division | None, loader: str) -> None:
@@ -308,16 +298,13 @@ def check_division(position: Position, division: Division | None, loader: str) -
     ranks, before = position.ranks, position.division
     if ranks is None or (before is not None and before == division):
         return
-    problem, advice = "how the loader divided the data among the ranks is unknown", ""
-    if before is not None:
-        now = "an unknown number"
-        if division is not None:
-            now = f"{division[1]} {division[0]}"
-        problem = f"the loader had {before[1]} {before[0]}, and {loader} has {now}"
-        if before[0] == GLOBAL_ROWS:
-            advice = "keep (batch size) x (number of ranks), or "
+    had, has = (
+        "an unknown number of batches" if each is None else f"{each[1]} {each[0]}"
+        for each in (before, division)
+    )
     raise DataError(
         f"the position in the data was saved by {ranks} ranks, and with this number of ranks batch "
-        f"{position.index} has other rows: {problem}. Start the run with {ranks} ranks, or {advice}"
-        "pass a list of global batches and let every rank take its rows"
+        f"{position.index} has other rows: the loader had {had}, and {loader} has {has}. Start the "
+        f"run with {ranks} ranks, keep (batch size) x (number of ranks), or pass a list of global "
+        "batches and let every rank take its rows"
     )

@@ -20,8 +20,8 @@ _MT19937_BYTES = 4 * 624 + 4
 RandomStates = dict[str, Any]
 """The states of the global generators: "python", "numpy", and "framework", see `torch_states`.
 
-Each is what the generator's own function returns, and None or empty for no state. "own" are the
-states of other generators, if there are any.
+Each is what the generator's own function returns, and empty for torch in a program without it.
+"own" are the states of other generators.
 """
 _numpy: tuple[Any, bytes, Any] = None, b"", None
 """NumPy's generator when its state was last read, its memory then, and the state."""
@@ -34,9 +34,7 @@ def random_states(generators: Sequence[Any] = ()) -> RandomStates:
         The states, for `set_random_states`. They are not copied: change none of them.
     """
     states = {"python": random.getstate(), "numpy": _numpy_state(), "framework": torch_states()}
-    if generators:
-        states["own"] = [generator_state(each) for each in generators]
-    return states
+    return {**states, "own": [generator_state(each) for each in generators]}
 
 
 def _numpy_state() -> Any:
@@ -61,15 +59,15 @@ def set_random_states(states: Mapping[str, Any], generators: Sequence[Any] = ())
     """Sets the global generators of Python, NumPy and torch, and others.
 
     Args:
-        states: result of `random_states`. A generator whose state is None or empty stays as it is.
-            States of devices that the process does not have are ignored.
+        states: result of `random_states`. If they are empty, nothing is set. States of devices that
+            the process does not have are ignored.
         generators: the generators of "own".
     """
-    if states["python"] is not None:
-        random.setstate(states["python"])
-    if states["numpy"] is not None:
-        np.random.set_state(states["numpy"])  # noqa: NPY002
-    set_torch_states(states["framework"] or {})
+    if not states:
+        return
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])  # noqa: NPY002
+    set_torch_states(states["framework"])
     if generators:
         set_generator_states(generators, states["own"])
 

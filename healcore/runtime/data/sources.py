@@ -1,28 +1,240 @@
-"""`Sources`: the named streams of a run, whose positions are saved and restored together."""
+"""The data of a run: named sources, whose positions are saved and restored together.
+
+    source    a named stream of batches, read in passes by one loader or by one after another
+    place     where in the program a pass begins, see `Place`. A restart finds a pass by its place,
+              whatever loader object the program reads it with.
+    number    the passes that take steps are counted: `BatchId.epoch`.
+
+A pass that no step has used was an evaluation. It has no number of its own, and a restart reads it
+again from its first batch:
+
+    places      0         1            2         3
+    saved       training  evaluation   training, at batch 7
+    restart     complete  read again   continues at batch 7
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from healcore.runtime.data.cursor import Limit
+from healcore.runtime.data.cursor import Cursor, Limit
+from healcore.runtime.data.loaders import batch_size, reads_the_same
 from healcore.runtime.data.positions import (
     BatchId,
+    DataError,
     Place,
     Positions,
     SavedPosition,
     place_of,
 )
-from healcore.runtime.data.readers import RewindObstacle
-from healcore.runtime.data.source import Source, SourceCursor
+from healcore.runtime.data.readers import RewindObstacle, ScanBlocks
 
 if TYPE_CHECKING:
     from healcore.runtime.faults.retry import Retries
 
+OTHER_LOADER = RewindObstacle("each epoch has a loader of its own")
+"""Reason of a rollback to a place in a loader that is read no more: only the steps of the newest
+loader are repeated."""
 MODEL_CHANGED = RewindObstacle(
     "the program would change the structure of its model again at the beginning of that epoch"
 )
 """Reason of a rollback after which a loop over `Healer.epochs` does not return."""
+_MAX_CURSORS = 8
+"""Number of loaders of a source whose cursors are kept. A loop may make a new loader for every
+epoch, without an end."""
+
+
+class SourceCursor(Cursor):
+    """The cursor of one loader of a source, and what the program's loop does with its batches.
+
+        event                                        `in_loop` is then
+        -------------------------------------------  -----------------
+        a loop begins, or `next` reads a batch       True
+        the loop has no further batch                False
+        `break`                                      True: the next loop drops the rest of the epoch
+        a rollback                                   False: the next loop begins where the loader is
+
+    Attributes:
+        source: the source that the loader belongs to.
+        place: where in the program the newest pass has begun.
+        first: number of the first pass of the newest loop.
+        since: number of the pass since which the source was read with this loader alone, or with
+            others of which it can repeat the epochs.
+        start: the position before the first pass of this process.
+        in_loop: whether a loop reads the loader. A `break` drops the rest of the epoch.
+        in_use: whether the body of the loop runs with the last batch. A save now would lose what
+            the body does after it.
+        left_by_break: whether a `break` has followed the last batch. What the program does then may
+            still belong to the batch.
+        trains: whether a step has used its batches.
+        has_begun_before: whether the random states of the checkpoint are from after the begin of
+            its newest pass, so that numbers which the begin draws now are not counted.
+        substitute: the batch that replaces an unreadable batch, with several ranks.
+    """
+
+    def __init__(self, source: Source, loader: Any, retries: Retries | None) -> None:
+        super().__init__(loader, retries=retries)
+        self.source = source
+        self.skipped_batch_ids = source.skipped
+        self.place: Place = []
+        self.first = self.since = 0
+        self.start: SavedPosition = {}
+        self.in_loop = self.in_use = self.left_by_break = False
+        self.trains = self.has_begun_before = False
+        self.substitute: Any = None
+
+    @property
+    def is_scan(self) -> bool:
+        """Whether the batches are blocks of `Healer.scan`, which a rollback never skips."""
+        return isinstance(self.loader, ScanBlocks)
+
+    @property
+    def next_pass(self) -> int:
+        """Number of the pass that the next loop begins, or continues after a rollback."""
+        epoch, index = self.next_id
+        return epoch + (self.is_used_up or (index > 0 and self.in_loop))
+
+    def begin_pass(self, number: int, epochs: int | None) -> None:
+        """Begins a loop over the loader. Drops the rest of a pass that a `break` has left.
+
+        Args:
+            number: number of the first pass of the loop.
+            epochs: number of passes, or None for no end.
+        """
+        if self.next_id.epoch != number and not (isinstance(self.loader, Iterator) and self.trains):
+            self.abandon()
+            self.next_id = BatchId(number, 0)
+        self.read_epochs(number, epochs)
+        self.first, self.in_loop, self.has_begun_before = number, True, False
+
+    def leave_by_break(self) -> None:
+        """Notes that a `break` has ended the loop body."""
+        self.in_use, self.left_by_break = False, True
+
+
+class Source:
+    """A named stream of batches with a position: what `healer.batches(loader, name=)` reads.
+
+    Attributes:
+        name: the name that the program has given, or an empty string.
+        skipped: ids of the batches to skip.
+        current: the cursor of the newest loop, or None.
+        trained: the cursor of the newest step, or None.
+        awaited: the position that no loop has begun again yet, or None.
+        passes: number of passes that have begun in this epoch of the program, see `Place`.
+        evaluations: places of the evaluations that a restart reads again, or has still to read.
+        is_short: whether the loader ends before the position that it has continued at.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.skipped: set[BatchId] = set()
+        self.current: SourceCursor | None = None
+        self.trained: SourceCursor | None = None
+        self.awaited: SavedPosition | None = None
+        self.passes = 0
+        self.evaluations: list[Place] = []
+        self.is_short = False
+        self._least_pass = 0
+        """Number of the next pass while no loader of this process has trained."""
+        self._cursors: list[SourceCursor] = []
+
+    @property
+    def next_pass(self) -> int:
+        """Number of the next pass that takes steps."""
+        if self.awaited is not None:
+            place = place_of(self.awaited)
+            return place.epoch + (self.awaited["left"] and place.index > 0)
+        return self._least_pass if self.trained is None else self.trained.next_pass
+
+    def find(self, loader: Any) -> SourceCursor | None:
+        """The cursor of a loader, which is compared by identity, or None for a new loader."""
+        return next((each for each in self._cursors if each.loader is loader), None)
+
+    def keep(self, cursor: SourceCursor) -> None:
+        """Keeps a new cursor, and forgets the oldest one beyond the maximum."""
+        self._cursors.append(cursor)
+        if len(self._cursors) > _MAX_CURSORS:
+            self._cursors.remove(next(each for each in self._cursors if each is not self.trained))
+
+    def position_for(self, place: Place) -> SavedPosition | None:
+        """The awaited position, unless the pass at a place needs it no more.
+
+        After the place of the position only the pass at the same place in a later epoch of the
+        program's loop needs it: perhaps it reads the same loader, which has a state.
+        """
+        saved = self.awaited
+        if saved is None or place <= saved["place"]:
+            return saved
+        loop, epoch, index = saved["place"]
+        if epoch == 0 or place != [loop, place[1], index]:
+            self._least_pass, self.awaited, saved = self.next_pass, None, None
+        return saved
+
+    def position(self, *, leaves: bool, before: BatchId | None) -> SavedPosition | None:
+        """The position after the batch that was read last, or None if no step has used a batch.
+
+        Args:
+            leaves: whether a `break` drops the rest of its pass, also after a restart.
+            before: the batch before which the position is, or None for the newest position.
+
+        Raises:
+            DataError: the position before the batch cannot be reached.
+        """
+        cursor, now = self.trained, self.current
+        if self.awaited is not None or cursor is None:
+            return self.awaited
+        position = cursor.position() if before is None else cursor.position_before(before)
+        if position is None:
+            raise DataError("the loader cannot be rewound to the first batch of the step")
+        begun = now is not None and now is not cursor
+        evaluations = [*self.evaluations]
+        if now is not None and begun and not (now.in_loop and not now.left_by_break):
+            evaluations.append(now.place)
+        left = leaves and before is None and cursor.in_loop and cursor.left_by_break
+        return {
+            **position,
+            "place": cursor.place,
+            "first": cursor.first,
+            "since": cursor.since,
+            "batch_size": batch_size(cursor.loader),
+            "evaluations": evaluations,
+            "begun": begun,
+            "left": left,
+        }
+
+    def await_at(self, saved: SavedPosition | None) -> None:
+        """Waits until the program begins the pass of a position again, after a restart or a return.
+
+        Args:
+            saved: the position, or None if the source has trained nothing by then.
+        """
+        self.awaited, self.trained, self.current = saved, None, None
+        self.passes = self._least_pass = 0
+        self.evaluations = [] if saved is None else [*saved["evaluations"]]
+        for cursor in self._cursors:
+            cursor.in_loop = False
+            if cursor.trains:  # also one that the program has begun to read after the position
+                cursor.rewind(cursor.start)
+
+    def rewind(self, cursor: SourceCursor, saved: SavedPosition | None) -> RewindObstacle | None:
+        """Moves the loader of the newest steps to a position, or at least to its start.
+
+        Args:
+            cursor: the cursor of the loader.
+            saved: the position of the source, or None if it has trained nothing by then.
+
+        Returns:
+            Why the steps since the position are not all repeated, or None.
+        """
+        place = BatchId(0, 0) if saved is None else place_of(saved)
+        if saved is None or place <= (cursor.since, 0):  # perhaps a state of another loader
+            saved = {**cursor.start, "epoch": cursor.since}
+        if not cursor.rewind(saved):
+            return cursor.rewind_obstacle
+        cursor.in_loop = False  # a `break` came after this position, so it is undone too
+        return OTHER_LOADER if place.epoch < cursor.since else None
 
 
 class EpochLoop:
@@ -96,6 +308,7 @@ class Sources:
         passes: number of passes that this process has begun.
         last_trained: the cursor of the last step, or the first cursor. Rollbacks rewind it, and the
             others that a loop reads for steps, but not the loader of an evaluation.
+        pending: the batches that were read since the last step, with their cursors.
         notices: sentences for the log.
     """
 
@@ -104,6 +317,7 @@ class Sources:
         self.notices: list[str] = []
         self.passes = 0
         self.last_trained: SourceCursor | None = None
+        self.pending: list[tuple[SourceCursor, BatchId]] = []
         self._sources: dict[str, Source] = {}
         self._trained: str | None = None
         """Name of the source of the last step before this process, or None."""
@@ -117,11 +331,8 @@ class Sources:
 
     def __iter__(self) -> Iterator[SourceCursor]:
         """The cursors of the newest steps and of the newest loops."""
-        found: dict[int, SourceCursor] = {}
-        for source in self._sources.values():
-            for cursor in (source.trained, source.current, self.last_trained):
-                if cursor is not None:
-                    found[id(cursor)] = cursor
+        cursors = [each for s in self._sources.values() for each in (s.trained, s.current)]
+        found = {id(each): each for each in (*cursors, self.last_trained) if each is not None}
         return iter(found.values())
 
     @property
@@ -164,8 +375,8 @@ class Sources:
             return BatchId(epoch_loop.next_epoch, 0)
         else:
             at, place = cursor.next_id, cursor.place
-            if cursor.in_use and cursor.last_id is not None:
-                at = cursor.last_id
+            if cursor.in_use and cursor.in_loop:  # no rollback has followed the batch
+                at = BatchId(at.epoch, max(at.index - 1, 0))
         if not epoch_loop.can_return:
             return at
         epoch = epoch_loop.next_epoch
@@ -177,11 +388,11 @@ class Sources:
     def place_of_break(self) -> BatchId | None:
         """The next batch of the loader of the last step if a `break` has left it, or None."""
         loader = self.last_trained
-        if loader is None or not loader.in_loop or not loader.left_by_break:
+        if loader is None or not (loader.in_loop and loader.left_by_break):
             return None
         return loader.next_id
 
-    # -- the start of a pass --------------------------------------------------------------------
+    # -- passes ---------------------------------------------------------------------------------
 
     def begin(
         self,
@@ -206,55 +417,100 @@ class Sources:
             completed: whether an earlier process has completed the run.
 
         Returns:
-            The cursor of the loader, or None if an earlier process has completed the pass.
+            The cursor of the loader, or None if an earlier process has read the pass to its end.
 
         Raises:
-            DataError: see `Source.begin`.
+            DataError: another loop reads the source.
         """
         source = self._source(name)
         if epoch is not None:
             self._begin_named_epoch(epoch)
         place: Place = [self._loop, self._epoch, source.passes]
-        if by_trainer and source.current is not None and source.current.loader is not loader:
-            source.current.leave_by_break()  # a trainer reads one loader at a time
+        cursor = source.find(loader)
+        other = None if source.current is cursor else source.current
+        if by_trainer and other is not None:
+            other.leave_by_break()  # a trainer reads one loader at a time
         if by_trainer and source.awaited is not None:
             place = source.awaited["place"]
             source.awaited = {**source.awaited, "first": source.next_pass}
         source.passes = place[2] + 1
         self.passes += 1
-        begun = source.begin(
-            loader,
-            place,
-            epochs,
-            limit,
-            epoch=epoch,
-            evaluates=self.epoch_loop.returns_to is not None,
-            completed=completed,
-        )
-        if begun is None:
+        evaluates = self.epoch_loop.returns_to is not None or place in source.evaluations
+        saved = None if evaluates else source.position_for(place)
+        if saved is not None and (place < saved["place"] or completed):
             return None
-        if self.last_trained is None or begun.has_begun_before:
-            self.last_trained = begun  # `place` is of the loader that continues
-        if not begun.can_rewind and str(begun.rewind_obstacle) not in self._forward:
-            self._forward.add(str(begun.rewind_obstacle))
-            self.notices.append(
-                f"after rollbacks the data continues forward: {begun.rewind_obstacle}"
+        if other is not None and other.in_loop and not other.left_by_break:
+            raise DataError(
+                f"a loop over {other.name} has not ended, or its iterator is still in a variable, "
+                'and another loop begins: write healer.batches(loader, name="b") for one of the '
+                "two loaders. Each name has its own position in the data"
             )
-        return begun
+        self._end_pass(source)
+        if cursor is None:
+            cursor = SourceCursor(source, loader, self._retries)
+            source.keep(cursor)
+        first = since = source.next_pass
+        if saved is not None and place == saved["place"]:
+            first, since = saved["first"], saved["since"]
+        elif source.awaited is None and source.trained is None and epoch is not None:
+            first = since = max(first, epoch)
+        if cursor is not source.trained:
+            cursor.since = since
+            if source.trained is not None and reads_the_same(loader, source.trained.loader):
+                cursor.since = source.trained.since
+        cursor.limit = limit
+        cursor.begin_pass(first, epochs)
+        cursor.place, source.current = place, cursor
+        cursor.start = cursor.start or cursor.position()
+        if evaluates:
+            cursor.skipped_batch_ids = set()
+        if saved is not None:
+            self._take_over(source, cursor, saved)
+        if self.last_trained is None or cursor.has_begun_before:
+            self.last_trained = cursor  # `place` is of the loader that continues
+        if not cursor.can_rewind and str(cursor.rewind_obstacle) not in self._forward:
+            self._forward.add(str(cursor.rewind_obstacle))
+            self.notices.append(
+                f"after rollbacks the data continues forward: {cursor.rewind_obstacle}"
+            )
+        return cursor
+
+    def _take_over(self, source: Source, cursor: SourceCursor, saved: SavedPosition) -> None:
+        """Moves the loader that begins the awaited pass to its position.
+
+        A function that makes the batches may ask for the epoch meanwhile, which is the awaited one.
+        """
+        place = place_of(saved)
+        before, size = saved["batch_size"], batch_size(cursor.loader)
+        if before != size and None not in (before, size):
+            self.notices.append(
+                f"batch size: {before} -> {size} (saved -> given): the loader continues at the "
+                "same number of batches, which is another position in the data; to start from the "
+                "first batch, pass an empty directory"
+            )
+        if cursor.rewind(saved):
+            if saved["left"]:
+                cursor.abandon()
+        elif place > cursor.next_id:
+            self.notices.append(cursor.fast_forward(saved))
+        source.awaited, length = None, cursor.length
+        source.is_short = length is not None and place.index > length > 0
+        cursor.has_begun_before = cursor.can_rewind or cursor.next_id.index > 0 or saved["begun"]
+        if place > (0, 0):
+            self._note_training(cursor)
 
     def _source(self, name: str) -> Source:
         """The source of a name, which is made at its first use."""
         if name not in self._sources:
-            self._sources[name] = Source(name, self.notices, self._retries)
+            self._sources[name] = Source(name)
         return self._sources[name]
 
     def _begin_named_epoch(self, epoch: int) -> None:
         """Begins the epoch that the program has named for a loader, unless it has begun."""
         self.epoch_loop.names_epochs = True
         self.epoch_loop.next_epoch = epoch
-        if self.epoch_loop.can_return or self._epoch == 1 + epoch:
-            return
-        self._begin(self._loop + (1 + epoch < self._epoch), 1 + epoch, None)
+        if not self.epoch_loop.can_return and self._epoch != 1 + epoch:
+            self._begin(self._loop + (1 + epoch < self._epoch), 1 + epoch, None)
 
     def begin_epoch(self, epoch: int) -> None:
         """Begins an epoch of a loop over `Healer.epochs`. After a return it is an earlier one."""
@@ -268,10 +524,27 @@ class Sources:
         self._begin(self._loop + 1, 0, self._loop)
 
     def _begin(self, loop: int, epoch: int, returning: int | None) -> None:
-        """Begins an epoch of the program's loop, or the code after the loop; see `Place`."""
+        """Begins an epoch of the program's loop, or the code after the loop; see `Place`.
+
+        Args:
+            loop: number of the loop.
+            epoch: its epoch plus 1, or 0 after the loop.
+            returning: number of the loop over `Healer.epochs` that runs or has ended, or None. A
+                restart does not run its earlier epochs again.
+        """
         self._loop, self._epoch = loop, epoch
         for source in self._sources.values():
-            source.begin_epoch(returning)
+            self._end_pass(source)
+            source.current, source.passes = None, 0
+            source.evaluations = [e for e in source.evaluations if e[0] != returning or not e[1]]
+
+    def _end_pass(self, source: Source) -> None:
+        """Notes that no step belongs to the newest pass any more, as the program goes on."""
+        now = source.current
+        if now is not None and now is not source.trained and now.place not in source.evaluations:
+            source.evaluations.append(now.place)
+            now.skipped_batch_ids = set()  # an evaluation has no numbers of its own to be skipped
+            self.forget_pending(now)
 
     def pass_over_completed(self) -> None:
         """Passes over the passes of a completed run, whose loop over steps does not run."""
@@ -279,13 +552,29 @@ class Sources:
             if source.awaited is not None:
                 source.passes = source.awaited["place"][2] + 1
 
+    # -- steps ----------------------------------------------------------------------------------
+
+    def forget_pending(self, loader: SourceCursor) -> None:
+        """Forgets the batches that an evaluation has read, which belong to no step."""
+        self.pending = [each for each in self.pending if each[0] is not loader]
+
+    def first_pending(self, loader: SourceCursor) -> BatchId | None:
+        """The first batch that was read since the last step, also if reading it has raised."""
+        return next((each for reader, each in self.pending if reader is loader), loader.unreadable)
+
     def train(self, loader: SourceCursor) -> None:
         """Notes that a step has used the pending batches, those of a cursor last."""
         self.last_trained = loader
-        for each in self:
+        for each, _ in self.pending:
             # A loader that a `break` has left was an evaluation, unless it was read last.
-            if each.pending_ids and (each is loader or not each.left_by_break):
-                each.source.train(each)
+            if each is loader or not each.left_by_break:
+                self._note_training(each)
+
+    def _note_training(self, cursor: SourceCursor) -> None:
+        """Notes that a step has used batches of a cursor, so that its pass has its number."""
+        cursor.source.trained = cursor
+        cursor.trains = True
+        cursor.skipped_batch_ids = cursor.source.skipped
 
     # -- positions ------------------------------------------------------------------------------
 
@@ -302,7 +591,12 @@ class Sources:
     @property
     def is_caught_up(self) -> bool:
         """Whether the program has begun all passes again that earlier processes have begun."""
-        return all(source.is_caught_up for source in self._sources.values())
+        for source in self._sources.values():
+            next_place = [self._loop, self._epoch, source.passes]
+            owes = any(each >= next_place for each in source.evaluations)
+            if source.awaited is not None or owes or source.is_short:
+                return False
+        return True
 
     @property
     def can_rewind(self) -> bool:
@@ -326,7 +620,10 @@ class Sources:
         """
         sources: dict[str, SavedPosition] = {}
         for name, source in self._sources.items():
-            saved = source.position(leaves=self.epoch_loop.can_return, after_step=after_step)
+            before = None
+            if after_step and source.trained is not None:
+                before = self.first_pending(source.trained)
+            saved = source.position(leaves=self.epoch_loop.can_return, before=before)
             if saved is not None:
                 sources[name] = saved
         trained = self._trained
@@ -343,7 +640,7 @@ class Sources:
         forward: dict[str, SavedPosition] = {}
         for name, source in self._sources.items():
             if source.trained is not None and not source.trained.can_rewind:
-                saved = source.position(leaves=self.epoch_loop.can_return)
+                saved = source.position(leaves=self.epoch_loop.can_return, before=None)
                 if saved is not None:
                     forward[name] = saved
         return forward
@@ -384,16 +681,17 @@ class Sources:
             skip_more: number of batches after them to skip too, within the epoch.
             read_again: batches that an earlier rollback has skipped, and that are read again now.
         """
-        last = max(to_skip, default=None)
         for loader in self._of_steps():
             if self.last_trained is None or loader.next_id != self.last_trained.next_id:
                 continue
-            skipped, end = loader.source.skipped, loader.length
+            skipped = loader.source.skipped
             skipped.update(to_skip)
-            if last is not None:
-                for index in range(last.index + 1, last.index + 1 + skip_more):
-                    if end is None or index < end:
-                        skipped.add(BatchId(last.epoch, index))
+            if to_skip:
+                epoch, index = max(to_skip)
+                end = index + 1 + skip_more
+                if loader.length is not None:
+                    end = min(end, loader.length)
+                skipped.update(BatchId(epoch, each) for each in range(index + 1, end))
             skipped.difference_update(read_again)
 
     def seek(self, position: Mapping[str, Any] | None) -> RewindObstacle | None:

@@ -20,7 +20,7 @@ from healcore.events.kinds import MAX_ROWS
 from healcore.runtime.data.loaders import generators_of, is_type, samplers_of
 from healcore.runtime.data.positions import DataError
 from healcore.runtime.data.random_states import RandomStates, random_states, set_random_states
-from healcore.runtime.data.readers import Reader, ReaderState
+from healcore.runtime.data.readers import Reader, ReaderState, catch_unreadable
 
 EPOCH_BEGUN = "_healcore_begun"
 """Attribute of a loader whose next epoch other code has begun: `iter` has drawn a seed."""
@@ -31,29 +31,6 @@ _WRAPPERS = (
     ("lightning", "_FabricDataLoader", "_dataloader"),
 )
 """Package and class of a loader around a DataLoader, and the attribute that has the DataLoader."""
-
-
-class UnreadableBatch:
-    """Takes the place of a batch whose reading raised, until the `Cursor` raises the error.
-
-    Wrappers and trainers read in generators, and a generator that raises is finished. This object
-    passes through the generator as a batch, so the next batches can still be read.
-    """
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-
-def catch_unreadable(batches: Iterator[Any]) -> Iterator[Any]:
-    """Yields batches, and an `UnreadableBatch` where reading raises."""
-    while True:
-        try:
-            batch = next(batches)
-        except StopIteration:
-            return
-        except Exception as error:
-            batch = UnreadableBatch(error)
-        yield batch
 
 
 class _Inner:
@@ -150,25 +127,21 @@ class TorchReader(Reader):
         self._before = {}
         if not draws_first or self._workers is not None:
             return self._batches()
-        after = self._order.draw(random_states(self.generators))
-        batches = self._batches(begins_now=True)
-        set_random_states(after, self.generators)
-        return batches
+        now = {"random": random_states(self.generators), "digest": (0, 0), "ahead": None}
+        return self._again(now, 0)
 
-    def state(self, index: int, *, newest: bool) -> ReaderState:
+    def state(self, index: int | None, *, newest: bool) -> ReaderState:
         """The random states of before the order was drawn, and the digest of the batches since.
 
         Besides, if Accelerate has read the next batch already, the random states of before that.
-        At the first batch of an epoch the order is not drawn yet.
+        Before the first batch of an epoch the order is not drawn yet.
         """
+        if index is None:
+            return {"draws_first": self._draws_first or self._workers is not None}
         if index == 0:
             return {"draws_first": self._drew_first}
         ahead = self._before.get(index) if self._reads_ahead else None
         return {"random": self._order.start, "digest": self._order.digest(index), "ahead": ahead}
-
-    def state_between(self) -> ReaderState:
-        """The state before the first batch of the next epoch."""
-        return {"draws_first": self._draws_first or self._workers is not None}
 
     def resume(self, state: ReaderState, index: int) -> tuple[Iterator[Any] | None, int]:
         """Draws the order of the epoch again, and passes the indices of the earlier batches.
@@ -180,11 +153,15 @@ class TorchReader(Reader):
             if not self._draws_first:
                 self._base = None  # ends workers that were started later
             return None, 0
+        return self._again(state, index), index
+
+    def _again(self, state: ReaderState, index: int) -> Iterator[Any]:
+        """Begins an epoch whose order is drawn before the first seed."""
         after = self._order.draw(state["random"], index, tuple(state["digest"]))
         self._before = {index: state["ahead"]}
         batches = self._batches(index, begins_now=True)
         set_random_states(after, self.generators)
-        return batches, index
+        return batches
 
     def _batches(self, index: int = 0, *, begins_now: bool = False) -> Iterator[Any]:
         """The batches of a new copy of the loader.
@@ -238,14 +215,12 @@ class TorchReader(Reader):
         except TypeError:
             return None
 
-    def can_read_again(self, index: int) -> bool:
-        """Whether this rank alone can read a batch again.
-
-        At the begin of an epoch Accelerate sends random states to the other ranks.
-        """
+    @property
+    def begins_alone(self) -> bool:  # type: ignore[override]
+        """At the begin of an epoch Accelerate sends random states to the other ranks."""
         distributed = sys.modules["torch"].distributed
         is_alone = not distributed.is_initialized() or distributed.get_world_size() == 1
-        return index > 0 or is_alone or not getattr(self.loader, "rng_types", None)
+        return is_alone or not getattr(self.loader, "rng_types", None)
 
 
 def _read_through(loader: Any, inner: _Inner, own: Mapping[str, Any]) -> Iterator[Any]:

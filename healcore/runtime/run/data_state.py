@@ -9,30 +9,27 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from healcore.runtime.data.random_states import random_states, set_random_states
+from healcore.runtime.data.random_states import RandomStates, random_states, set_random_states
 from healcore.runtime.data.sources import Sources
 from healcore.runtime.store import values
 from healcore.runtime.store.checkpoints import StoreError
 
 DATA_STATE_ITEM = "healcore"
 """Name of the item in a checkpoint. A checkpoint without the item can be restored too."""
+_STATES = "random", "at_pass"
+"""Names of the random states in the item."""
 
 
 class SavedDataState(NamedTuple):
     """The content of a saved `DataState`.
 
-    The names of the fields are the names in the saved item. A random state of None is not restored:
-    the program's own state stays.
+    Random states that are empty are not restored: the program's own states stay.
     """
 
-    python: Any
-    """State of Python's module `random`."""
-    numpy: Any
-    """State of NumPy's global generator."""
-    framework: Any
-    """States of the generators of torch on all devices; empty in a program without torch."""
-    at_pass: dict[str, Any]
-    """Random states before the pass over the data, by the names above."""
+    random: RandomStates
+    """Random states of Python, NumPy and torch."""
+    at_pass: RandomStates
+    """Random states before the pass over the data."""
     data: dict[str, Any]
     """Positions of the loaders."""
 
@@ -52,10 +49,8 @@ class SavedDataState(NamedTuple):
         """
         if item is None:
             return None
-        states: dict[str, Any] = {}
-        for name in ("python", "numpy", "framework", "at_pass"):
-            states[name] = values.loads(item[name], (DATA_STATE_ITEM, name))
-        return cls(**states, data=dict(item["data"]))
+        random, at_pass = (values.loads(item[name], (DATA_STATE_ITEM, name)) for name in _STATES)
+        return cls(random, at_pass, dict(item["data"]))
 
 
 class DataState:
@@ -143,10 +138,9 @@ class DataState:
 
     def _as_text(self, states: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
         """The content of a checkpoint's item, from random states and positions of the sources."""
-        content: dict[str, Any] = {"data": data}
-        for name, state in {**states, "at_pass": self._at_pass}.items():
-            content[name] = values.dumps(state, (DATA_STATE_ITEM, name))
-        return content
+        both = zip(_STATES, (states, self._at_pass), strict=True)
+        texts = {name: values.dumps(each, (DATA_STATE_ITEM, name)) for name, each in both}
+        return {**texts, "data": data}
 
     # -- restores -------------------------------------------------------------------------------
 
@@ -160,7 +154,7 @@ class DataState:
         """
         self._after_step = None
         self._at_pass = parts.at_pass or self._at_pass
-        set_random_states(parts._asdict())
+        set_random_states(parts.random)
 
     def resume(self, states: SavedDataState | None) -> None:
         """Keeps the random states of the checkpoint from which the loop continues.
@@ -207,7 +201,7 @@ class DataState:
                 self.set_random_states(saved)
                 self._of_checkpoint = None
             else:
-                self.set_random_states(saved._replace(**saved.at_pass))
+                self.set_random_states(saved._replace(random=saved.at_pass))
         self._at_pass = random_states()
 
     def forget(self) -> None:

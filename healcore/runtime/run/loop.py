@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING
 from healcore import console
 from healcore.core.decision import Action, names_of
 from healcore.core.errors import HealcoreError
-from healcore.runtime.data.source import SourceCursor
+from healcore.runtime.data.sources import SourceCursor
 from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.ending.completeness import stop_if_not_trained

@@ -85,7 +85,7 @@ class LoopState:
             `after_step(last=True)`, has come to its end in this process. It stays True if the
             program begins another loop.
         run_has_ended: whether the block of the Healer has ended. A generator of the program that is
-            closed later changes nothing, see `BatchLoop.batches`.
+            closed later changes nothing, see `loop_over_batches`.
         in_body: whether the body of a loop of the program runs, or was left before its end.
             Loops may be nested; it is False again after the body of the outermost loop.
         yielded_step: index of the step that a loop over `steps` has yielded and whose body runs, or

@@ -19,7 +19,6 @@ from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.reporting.trackers import Trackers
 from healcore.runtime.run import run_settings
 from healcore.runtime.run.batch_parts import BatchParts
-from healcore.runtime.run.batches.batch_reader import BatchReader
 from healcore.runtime.run.batches.step_batches import StepBatches
 from healcore.runtime.run.checkpoints.known import KnownCheckpoints
 from healcore.runtime.run.checkpoints.saver import Saver
@@ -59,8 +58,7 @@ class Run:
         Healer --- Run -+- policy, driver, store, ranks, log, record    what is given
                         +- loop, progress, dispatch_queue,              steps
                         |  hang_guard, end_requests
-                        +- loaders, data_state, step_batches,           batches and
-                        |  batch_reader                                 random states
+                        +- loaders, data_state, step_batches            batches, random states
                         +- rate_log, monitor, holding, witness          what is seen
                         +- recovery, nonfinite_recovery,                what is decided
                         |  out_of_memory, stopping
@@ -103,8 +101,6 @@ class Run:
     """Random states and loader positions, as an item of a checkpoint."""
     step_batches: StepBatches = field(init=False)
     """The batches that were read since the last step."""
-    batch_reader: BatchReader = field(init=False)
-    """Reads the batches of the program's loaders."""
     schedule: SaveSchedule = field(init=False)
     """When a regular save is due."""
     dispatch_queue: DispatchQueue = field(default_factory=DispatchQueue, init=False)
@@ -188,10 +184,7 @@ def construct(options: Options, driver: Driver, ranks: Ranks, claims: Sequence[C
         retries = Retries("reading a batch", policy, run)
     run.loaders = Sources(retries)
     run.data_state = DataState(run.loaders)
-    run.step_batches = StepBatches(
-        loaders=run.loaders, progress=run.progress, keeps_contents=loss_fn is not None
-    )
-    run.batch_reader = BatchReader(run)
+    run.step_batches = StepBatches(run, keeps_contents=loss_fn is not None)
     run.schedule = SaveSchedule(run, options.checkpoints.every)
     run.rate_log = RateLog(run)
     run.monitor = IncidentMonitor(run, options.hooks)

@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader
 
 from healcore.core.errors import AttachError
 from healcore.runtime.data import EmptyLoader
-from healcore.runtime.data.torch_reader import EPOCH_BEGUN, UnreadableBatch, catch_unreadable
+from healcore.runtime.data.readers import UnreadableBatch, catch_unreadable
+from healcore.runtime.data.torch_reader import EPOCH_BEGUN
 from healcore.torch.trainers.lightning import trainer_internals as internals
 from healcore.torch.trainers.lightning.progress import Progress
 from healcore.torch.trainers.lightning.trainer_internals import (

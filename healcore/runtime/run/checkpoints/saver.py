@@ -397,7 +397,7 @@ class Saver:
         batches cannot be undone.
         """
         loaders = self.run.loaders
-        pending = any(loader.first_pending is not None for loader in loaders)
+        pending = any(loaders.first_pending(each) is not None for each in loaders)
         in_body = loaders.last_trained is not None and loaders.last_trained.in_use
         if not self.resumes_exactly or (in_body and not pending):
             yield

@@ -297,7 +297,7 @@ class StoredCheckpoints:
             return saved._replace(data_state=None)
         moved = positions_of_other_ranks(parts[0]["sources"], saved_by)
         positions = {**parts[0], "sources": moved}
-        return saved._replace(data_state=SavedDataState(None, None, None, {}, positions))
+        return saved._replace(data_state=SavedDataState({}, {}, positions))
 
 
 def _places(position: Positions | None) -> dict[str, tuple[Any, ...]]:

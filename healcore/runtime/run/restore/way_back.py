@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from healcore.runtime.data.positions import positions_of_other_ranks
 from healcore.runtime.data.readers import RewindObstacle
-from healcore.runtime.data.source import OTHER_LOADER
+from healcore.runtime.data.sources import OTHER_LOADER
 from healcore.runtime.driver import Engines, Rates
 from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.data_state import SavedDataState
