@@ -530,13 +530,15 @@ class Sources:
             loop: number of the loop.
             epoch: its epoch plus 1, or 0 after the loop.
             returning: number of the loop over `Healer.epochs` that runs or has ended, or None. A
-                restart does not run its earlier epochs again.
+                restart does not run its other epochs again.
         """
         self._loop, self._epoch = loop, epoch
         for source in self._sources.values():
             self._end_pass(source)
             source.current, source.passes = None, 0
-            source.evaluations = [e for e in source.evaluations if e[0] != returning or not e[1]]
+            source.evaluations = [
+                each for each in source.evaluations if each[0] != returning or each[1] in (0, epoch)
+            ]
 
     def _end_pass(self, source: Source) -> None:
         """Notes that no step belongs to the newest pass any more, as the program goes on."""
@@ -593,7 +595,7 @@ class Sources:
         """Whether the program has begun all passes again that earlier processes have begun."""
         for source in self._sources.values():
             next_place = [self._loop, self._epoch, source.passes]
-            owes = any(each >= next_place for each in source.evaluations)
+            owes = source.evaluations[-1:] >= [next_place]  # they are in the order of their places
             if source.awaited is not None or owes or source.is_short:
                 return False
         return True

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from healcore.console import counted
@@ -64,7 +65,8 @@ def loop_over_batches(
         RunStopped, Terminated, EndRequested: as in `Healer.batches`.
     """
     loop, state, hang_guard = run.loop, run.loop.state, run.hang_guard
-    loader = _begin(run, given, epochs, epoch, limit, name, by_trainer)
+    begin = partial(run.loaders.begin, given, epochs, epoch, limit, name=name)
+    loader = _begin(run, given, epoch, partial(begin, by_trainer=by_trainer))
     if loader is None:
         return
     # A rollback that returns to an earlier epoch of a loop over `epochs` drops the rest of this.
@@ -95,13 +97,7 @@ def loop_over_batches(
 
 
 def _begin(
-    run: Run,
-    given: Any,
-    epochs: int | None,
-    epoch: int | None,
-    limit: Limit,
-    name: str,
-    by_trainer: bool,
+    run: Run, given: Any, epoch: int | None, begin: Callable[..., SourceCursor | None]
 ) -> SourceCursor | None:
     """Begins the loop over the loader, at its saved position; see `Sources.begin`.
 
@@ -119,9 +115,7 @@ def _begin(
         return None
     random_states.restore()  # for an epoch that begins, and draws, after the checkpoint
     completed = state.is_complete
-    loader = loaders.begin(
-        given, epochs, epoch, limit, name=name, by_trainer=by_trainer, completed=completed
-    )
+    loader = begin(completed=completed)
     if loader is None:
         if completed:
             random_states.restore()  # the program draws on as after the end of the run
