@@ -368,11 +368,11 @@ def test_an_interrupted_run_that_is_given_another_learning_rate_says_which_holds
     assert fit(tmp_path, lr=0.5, batch=4, policy="default") < 0.01
     lines = "\n".join(warned(tmp_path))
     assert "optimizer.lr: 0.01 -> 0.5" in lines
-    assert "empty directory" in lines
     assert "policy: 'skips (" in lines
     assert "-> 'default (" in lines
     notes = [event["why"] for event in events(tmp_path, "note")]
-    assert [note for note in notes if "batch size: 2 -> 4" in note]
+    (note,) = [each for each in notes if "batch size: 2 -> 4" in each]
+    assert "empty directory" in note
     assert "restart their warm-up" in lines
 
 

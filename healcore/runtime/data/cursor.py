@@ -576,6 +576,8 @@ class Cursor:
             return ""
         with suppress(StopIteration):
             self._move_to(target, self._read_patiently, has_state=False)
+        if goal.index == 0:
+            return ""
         if self.next_id != goal:
             return f"epoch {goal.epoch} has fewer than {goal.index} batches: continues after it"
         order = "a loader that shuffles by itself may give different batches"

@@ -492,7 +492,7 @@ class Sources:
             if saved["left"]:
                 cursor.abandon()
         elif place > cursor.next_id:
-            self.notices.append(cursor.fast_forward(saved))
+            self.notices += filter(None, [cursor.fast_forward(saved)])
         source.awaited, length = None, cursor.length
         source.is_short = length is not None and place.index > length > 0
         cursor.has_begun_before = cursor.can_rewind or cursor.next_id.index > 0 or saved["begun"]
