@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -34,14 +33,15 @@ _BLOCK = 512
 """Records that become columns at once."""
 _MAX_UNUSABLE = 0.1
 """Largest fraction of the lines of a column that may be unusable in a log that is judged."""
-_ENGINE = "engine"
-"""Key with the name of the optimizer in healcore's metrics."""
+_MAX_LAST = 2
+"""Largest number of unusable lines at the end of a log that is judged."""
 _RUN_NAME = re.compile(
     r"(?:(?:run|trial|experiment|job)_)?(?:name|id|key)|run|trial|experiment|uuid|model"
+    r"|engine"  # the optimizer in healcore's metrics
 )
 """Columns that identify a run. In the log of one run they have one value."""
-
-
+_RUN_FACTS = frozenset({"state", "status", "created", "runtime", "sweep"})
+"""Columns that trackers add to a table of runs."""
 _SLASH = re.compile(r"(?<=\d)\s*/\s*\d+\s*$")
 """The end of a step like "10/1000"."""
 
@@ -57,9 +57,11 @@ class RawLog(NamedTuple):
     """Path of the file."""
     run: str | None
     """Name of the run in a file with several runs, or None."""
+    lines: np.ndarray
+    """int (n,): the line of each row."""
     numbers: Mapping[str, np.ndarray]
-    """float64 (n,) by signal, "epoch", "epoch_length" and "step", if the file has steps, which are
-    finite."""
+    """float64 (n,) by signal, "epoch", "epoch_length" and "step"; NaN for no number. Steps are
+    finite, or the log has none."""
     logged: Mapping[str, np.ndarray]
     """bool (n,) by signal: whether the row logs the signal."""
     problems: list[RowProblem]
@@ -67,62 +69,72 @@ class RawLog(NamedTuple):
     notes: list[str]
     """Remarks about usable content, each with the path."""
 
-    @property
-    def rows(self) -> int:
-        """Number of rows n, the length of each array."""
-        return len(next(iter(self.logged.values())))
 
+class Cells(NamedTuple):
+    """The fields of n records as columns."""
 
-class _Cells:
-    """The fields of many records that may be read, as columns.
+    lines: np.ndarray
+    """int (n,): the line of each record."""
+    forms: list[tuple[str, ...]]
+    """The keys of a record, for each different one, in the order of the file."""
+    form_of: np.ndarray
+    """int (n,): which form each record has."""
+    columns: Mapping[str, np.ndarray]
+    """(n,) by name, float64 or objects with None for no cell: the fields that may be read. Records
+    may have hundreds, which would need a gigabyte of memory in a long log."""
 
-    Records may have hundreds of fields, which would need a gigabyte of memory in a long log.
+    @classmethod
+    def of(cls, records: Records, chosen: Mapping[str, str]) -> Cells:
+        """Makes columns of records.
 
-    Args:
-        records: the records of a file.
-        chosen: the keys that the user chose.
-    """
-
-    def __init__(self, records: Records, chosen: Mapping[str, str]) -> None:
-        self.lines: list[int] = []
-        self.columns: dict[str, list[Any]] = {}
-        self.names: dict[str, None] = {}
-        """The keys of all records, in the order of the file."""
-        self.forms: dict[tuple[str, ...], int] = {}
-        """The keys of a record -> number of this form."""
-        self.form_of: list[int] = []
-        """Number of the form of each record."""
+        Args:
+            records: the records of a file.
+            chosen: the keys that the user chose.
+        """
+        lines: list[int] = []
+        forms: dict[tuple[str, ...], int] = {}
+        form_of: list[int] = []
+        columns: dict[str, list[Any]] = {}
         while block := list(itertools.islice(records, _BLOCK)):
-            of_block: list[Fields] = [record for _, record in block]
-            for form in dict.fromkeys(map(tuple, of_block)):
-                for name in () if form in self.forms else form:
-                    if name not in self.names and _is_kept(name, chosen):
-                        self.columns[name] = [None] * len(self.lines)
-                    self.names[name] = None
-                self.forms.setdefault(form, len(self.forms))
-            self.form_of += map(self.forms.__getitem__, map(tuple, of_block))
-            for name, column in self.columns.items():
-                column += [record.get(name) for record in of_block]
-            self.lines += [line for line, _ in block]
+            fields: list[Fields] = [record for _, record in block]
+            of_block = list(map(tuple, fields))
+            for form in dict.fromkeys(of_block):
+                if form not in forms:
+                    forms[form] = len(forms)
+                    for name in form:
+                        if _is_kept(name, chosen):
+                            columns.setdefault(name, [None] * len(lines))
+            form_of += map(forms.__getitem__, of_block)
+            for name, column in columns.items():
+                column += [record.get(name) for record in fields]
+            lines += [line for line, _ in block]
+        arrays = {name: np.fromiter(cells, object, len(cells)) for name, cells in columns.items()}
+        return cls(np.array(lines, int), list(forms), np.array(form_of, int), arrays)
+
+    @classmethod
+    def of_table(cls, names: Sequence[str], first: int, table: np.ndarray) -> Cells:
+        """Makes columns of a table of numbers, float64 (n, len(names)), from line `first` on."""
+        rows = np.arange(len(table))
+        return cls(rows + first, [tuple(names)], 0 * rows, dict(zip(names, table.T, strict=True)))
 
 
 def _is_kept(name: str, chosen: Mapping[str, str]) -> bool:
     """Whether a field may be a step, a signal, or what identifies a run."""
     metric = name.rpartition(" - ")[2]  # of a chart exported from Weights & Biases
-    own = {EPOCH_LENGTH, _ENGINE, *chosen.values()}
+    own = {EPOCH_LENGTH, *chosen.values()}
     known = role(name)[0] or role(metric)[0] or _RUN_NAME.fullmatch(normalize(name))
     return not own.isdisjoint((name, metric)) or known is not None
 
 
 def read_logs(
-    path: str, records: Records, problems: list[RowProblem], columns: Mapping[str, str]
+    path: str, cells: Cells, problems: list[RowProblem], columns: Mapping[str, str]
 ) -> list[RawLog]:
-    """Reads the logs in a file: one log, or one for each run or optimizer.
+    """Finds the logs in a file: one log, or one for each run or optimizer.
 
     Args:
         path: the file.
-        records: the records of the file. Reading them adds to the problems.
-        problems: the lines that the reader could not use.
+        cells: the records of the file.
+        problems: the lines that could not be read.
         columns: the keys that the user chose, by signal or "step".
 
     Returns:
@@ -132,14 +144,11 @@ def read_logs(
         TraceError: no record has a loss or a gradient norm, or two keys may be the same signal.
         UnjudgeableLog: the records are runs, or too many of them are damaged.
     """
-    cells = _Cells(records, columns)
-    no_row = "no usable row: no row logs a loss or a gradient norm"
-    if not cells.names:
-        raise _with_first(no_row, problems)
     logs: list[RawLog] = []
     reasons: list[str] = []
-    exported = _exported_runs(list(cells.names))
-    engines = list(dict.fromkeys(filter(None, cells.columns.get(_ENGINE, ()))))
+    unused = list(problems)
+    names = list(dict.fromkeys(itertools.chain(*cells.forms)))
+    exported = _exported_runs(names) if names else {}
     for run, places in exported.items():
         # --column may name the metric, or the whole title of one run's column.
         own = {signal: name.removeprefix(f"{run} - ") for signal, name in columns.items()}
@@ -151,39 +160,36 @@ def read_logs(
             reasons.append(f"{path}: run '{run}': {error}")
             continue
         keys = {signal: places[name] for signal, name in found.items()}
-        _refuse_table_of_runs(cells, keys.get(STEP))
-        if EPOCH_LENGTH in cells.names:
+        if EPOCH_LENGTH in cells.columns:
             keys[EPOCH_LENGTH] = EPOCH_LENGTH
-        notes = [f"{path}: {note}" for note in notes]
-        is_row = _is_row(cells, keys)
+        is_row = _rows(cells, keys)
+        of_run = {run: is_row}
         if len(exported) > 1:  # a row belongs to the runs that have a cell in it
             own_columns = [cells.columns[keys[name]] for name in SIGNALS if name in keys]
-            rows = zip(*own_columns, strict=True)
-            is_row &= np.array([not {None, ""}.issuperset(row) for row in rows])
-        rows_of = {run if len(exported) > 1 else None: is_row}
-        if len(engines) > 1:
-            column = np.array(cells.columns[_ENGINE], object)
-            rows_of = {str(engine): is_row & (column == engine) for engine in engines}
-        for title, rows in rows_of.items():
-            logs.append(_log(path, title, cells, keys, rows, problems, notes))
-    usable: list[RawLog] = []
-    for log in logs:
-        if any(log.logged[name].any() for name in JUDGED_SIGNALS if name in log.logged):
-            usable.append(log)
-    if not logs:
+            values = zip(*own_columns, strict=True)
+            of_run[run] &= np.array([not {None, ""}.issuperset(row) for row in values])
+        elif several := _several_runs(cells, is_row, keys.get(STEP)):
+            name, runs = several
+            of_run = {each: is_row & (runs == each) for each in dict.fromkeys(runs[is_row])}
+            notes.append(f"'{name}' names {len(of_run)} runs, and each is read by itself")
+        else:
+            of_run = {None: is_row}
+        notes = [f"{path}: {note}" for note in notes]
+        for title, rows in of_run.items():
+            log = RawLog(path, title, *_parse_rows(cells, keys, rows, problems), list(notes))
+            if any(log.logged[name].any() for name in JUDGED_SIGNALS):
+                logs.append(log)
+            else:
+                unused += log.problems
+    if reasons and not logs:
         raise TraceError(reasons[0])
-    if not usable:
-        raise _with_first(no_row, logs[-1].problems)
-    usable[0].notes.extend(reasons)
-    return usable
-
-
-def _with_first(text: str, problems: Sequence[RowProblem]) -> TraceError:
-    """An error with the first problem of a file."""
-    if problems:
-        line, first, _ = problems[0]
-        text = f"{text}: {counted(len(problems), 'problem')}, line {line}: {first}"
-    return TraceError(text)
+    if not logs:
+        text = "no usable row: no row logs a loss or a gradient norm"
+        if unused:
+            text += f": {counted(len(unused), 'problem')}, {unused[0].describe(path)}"
+        raise TraceError(text)
+    logs[0].notes.extend(reasons)
+    return logs
 
 
 def _exported_runs(names: Sequence[str]) -> dict[str | None, dict[str, str]]:
@@ -192,39 +198,16 @@ def _exported_runs(names: Sequence[str]) -> dict[str | None, dict[str, str]]:
     Such a chart has a column for the steps, and a column "RUN - METRIC" for every run. Any other
     log is one run, None.
     """
-    x, *others = names
     runs: dict[str | None, dict[str, str]] = {}
-    for name in others:
+    for name in names[1:]:
         run, dash, metric = name.rpartition(" - ")
         if not dash:
-            return {None: {each: each for each in names}}
-        runs.setdefault(run, {x: x})[metric] = name
-    return runs or {None: {x: x}}
+            return {None: dict(zip(names, names, strict=True))}
+        runs.setdefault(run, {names[0]: names[0]})[metric] = name
+    return runs or {None: dict(zip(names, names, strict=True))}
 
 
-def _refuse_table_of_runs(cells: _Cells, step: str | None) -> None:
-    """Raises UnjudgeableLog if each row is another run, so that the loss of the rows is no curve.
-
-    A table of runs names another run in each row. A log may do so too, with an id of each line, but
-    its steps increase.
-    """
-    for name, column in cells.columns.items():
-        if not _RUN_NAME.fullmatch(normalize(name)):
-            continue
-        runs = {cell for cell in column if isinstance(cell, str) and not cell.strip().isdecimal()}
-        is_curve = len(runs) <= max(1, 0.9 * len(column))
-        if step and not is_curve:
-            numbers, _, problems = _parse(cells.columns[step])
-            is_curve = not problems and bool((np.diff(numbers) > 0).all())
-        if not is_curve:
-            raise UnjudgeableLog(
-                f"it is a table of runs, with one run in each row (column '{name}'), and no curve "
-                "of a run. Export the history of a run: in W&B the chart as CSV, or run.history() "
-                "in Python"
-            )
-
-
-def _is_row(cells: _Cells, keys: Mapping[str, str]) -> np.ndarray:
+def _rows(cells: Cells, keys: Mapping[str, str]) -> np.ndarray:
     """Finds the records that are rows, bool (n,), and completes their steps.
 
     A record is a row if it has a signal, or if it is a record of a step that lacks its signals:
@@ -232,136 +215,156 @@ def _is_row(cells: _Cells, keys: Mapping[str, str]) -> np.ndarray:
     """
     signals = {keys[name] for name in SIGNALS if name in keys}
     judged = {keys[name] for name in JUDGED_SIGNALS if name in keys}
-    places = {keys[name] for name in (STEP, EPOCH) if name in keys}
+    places = {keys[name] for name in (STEP, EPOCH, EPOCH_LENGTH) if name in keys}
     of_steps: set[str] = set()
-    for names in cells.forms:
-        if not judged.isdisjoint(names):
-            of_steps.update(names)
-    of_forms: list[bool] = []
-    for names in cells.forms:
-        has_place = not places or not places.isdisjoint(names)
-        lacks_signals = has_place and len(names) > 1 and of_steps.issuperset(names)
-        of_forms.append(lacks_signals or not signals.isdisjoint(names))
-    is_row = np.array(of_forms)[cells.form_of]
-    forms = list(cells.forms)
-    if STEP in keys and None in cells.columns[keys[STEP]]:
-        # A record of another kind may name its step in another way. An evaluation without a step
-        # belongs to the step before it.
+    for form in cells.forms:
+        if not judged.isdisjoint(form):
+            of_steps.update(form)
+    of_forms: list[tuple[bool, bool]] = []
+    for form in cells.forms:
+        has_place = not places or not places.isdisjoint(form)
+        lacks_signals = has_place and len(form) > 1 and of_steps.issuperset(form)
+        is_judged = not judged.isdisjoint(form)
+        of_forms.append((lacks_signals or not signals.isdisjoint(form), is_judged))
+    is_row, is_judged = np.array(of_forms)[cells.form_of].T
+    if STEP in keys:
         steps = cells.columns[keys[STEP]]
-        for name, column in cells.columns.items():
-            if role(name)[0] == STEP:
-                both = zip(steps, column, strict=True)
-                steps = [other if own is None else own for own, other in both]
-        cells.columns[keys[STEP]] = steps
-        own = [cells.columns[keys[name]] for name in (STEP, EPOCH, EPOCH_LENGTH) if name in keys]
-        last: int | None = None
-        for at, form in enumerate(cells.form_of):
-            if not of_forms[form]:
-                continue
-            if steps[at] is None and last is not None and judged.isdisjoint(forms[form]):
-                for column in own:
-                    column[at] = column[last]
-            last = at
+        absent = _is_absent(steps)
+        if absent.any():
+            # A record of another kind may name its step in another way. An evaluation without a
+            # step belongs to the step before it.
+            for name, column in cells.columns.items():
+                if role(name)[0] == STEP:
+                    steps[absent] = column[absent]
+                    absent = _is_absent(steps)
+            before = np.maximum.accumulate(np.where(is_row & ~absent, np.arange(len(steps)), -1))
+            late = is_row & absent & ~is_judged & (before >= 0)
+            for place in places:
+                cells.columns[place][late] = cells.columns[place][before[late]]
     return is_row
 
 
-def _log(
-    path: str,
-    run: str | None,
-    cells: _Cells,
-    keys: Mapping[str, str],
-    is_row: np.ndarray,
-    problems: Sequence[RowProblem],
-    notes: Sequence[str],
-) -> RawLog:
-    """Parses the cells of the rows of a log; rows without a finite step are left out.
+def _is_absent(column: np.ndarray) -> np.ndarray:
+    """Which records lack a cell, bool (n,)."""
+    return np.array([cell is None for cell in column.tolist()], bool)
 
-    Raises UnjudgeableLog if more than a tenth of the lines of a column cannot be used.
+
+def _several_runs(
+    cells: Cells, is_row: np.ndarray, step: str | None
+) -> tuple[str, np.ndarray] | None:
+    """Finds the column that names the runs of a log with several runs, and its texts, (n,).
+
+    Raises UnjudgeableLog if each row is another run, so that the loss of the rows is no curve. A
+    log may also have an id of each line, but then its steps increase.
+    """
+    is_table = len(_RUN_FACTS.intersection(map(normalize, itertools.chain(*cells.forms)))) > 1
+    for name, column in cells.columns.items():
+        if not _RUN_NAME.fullmatch(normalize(name)):
+            continue
+        texts = np.array([str(cell).removesuffix(".0") for cell in column.tolist()], object)
+        runs = set(texts[is_row].tolist())
+        is_several = len(runs) > 1 and runs.isdisjoint(("", "None"))
+        if is_several and not is_table and 2 * len(runs) <= is_row.sum():
+            return name, texts
+        is_id = all(map(str.isdecimal, runs))
+        if step and is_several:
+            is_id |= bool((np.diff(_parse(cells.columns[step][is_row])[0]) > 0).all())
+        if is_table or (is_several and not is_id):
+            raise UnjudgeableLog(
+                f"it is a table of runs, with one run in each row (column '{name}'), and no curve "
+                "of a run. Export the history of a run: in W&B the chart as CSV, or run.history() "
+                "in Python"
+            )
+    return None
+
+
+def _parse_rows(
+    cells: Cells, keys: Mapping[str, str], is_row: np.ndarray, problems: Sequence[RowProblem]
+) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, np.ndarray], list[RowProblem]]:
+    """Parses the cells of the rows of a log: its lines, numbers, masks and problems.
+
+    Rows without a finite step are left out. Raises UnjudgeableLog if more than a tenth of the lines
+    of a column cannot be used.
     """
     problems = list(problems)
-    rows = is_row.tolist()
-    lines = [*itertools.compress(cells.lines, rows)]
-    numbers: dict[str, np.ndarray] = {}
-    logged: dict[str, np.ndarray] = {}
+    lines = cells.lines[is_row]
+    steps = np.full(len(lines), np.nan)
     if STEP in keys:
-        column = [*itertools.compress(cells.columns[keys[STEP]], rows)]
-        if str in set(map(type, column)):
-            column = [_SLASH.sub("", cell) if type(cell) is str else cell for cell in column]
-        steps, _, found = _parse(column)
+        column = cells.columns[keys[STEP]][is_row]
+        if column.dtype == object:
+            texts = [_SLASH.sub("", cell) if type(cell) is str else cell for cell in column]
+            column = np.fromiter(texts, object, len(texts))
+        steps, _, wrong = _parse(column)
         has_step = np.isfinite(steps)
         judged = [keys[name] for name in JUDGED_SIGNALS if name in keys]
-        values = [*itertools.compress(cells.columns[judged[0]], rows)]
+        values = cells.columns[judged[0]][is_row]
         # A line without a step and a loss is no step of the run, such as the mean of an epoch.
         for at in np.flatnonzero(~has_step).tolist():
-            text = f"'{keys[STEP]}': {found.get(at, 'missing or not finite')}: the row is skipped"
+            text = f"'{keys[STEP]}': {wrong.get(at, 'missing or not finite')}: the row is skipped"
             problems.append(RowProblem(lines[at], text, unusable=values[at] not in (None, "")))
-        lines = [*itertools.compress(lines, has_step.tolist())]
+        is_row = is_row.copy()
         is_row[is_row] = has_step
-        rows = is_row.tolist()
-        numbers[STEP] = steps[has_step]
-    _refuse_unusable(problems, len(lines))
-    for name, key in keys.items():
-        if name == STEP:
+        lines, steps = lines[has_step], steps[has_step]
+    _refuse_unusable(problems, lines)
+    numbers = {STEP: steps}
+    logged: dict[str, np.ndarray] = {}
+    for name in (EPOCH, EPOCH_LENGTH, *SIGNALS):
+        numbers[name] = np.full(len(lines), np.nan)
+        logged[name] = np.zeros(len(lines), bool)
+        if name not in keys:
             continue
-        column = [*itertools.compress(cells.columns[key], rows)]
-        numbers[name], mask, found = _parse(column)
-        if name not in SIGNALS:
-            continue
-        logged[name] = mask
+        numbers[name], logged[name], wrong = _parse(cells.columns[keys[name]][is_row])
         of_signal: list[RowProblem] = []
-        for at, text in found.items():
-            text = f"'{key}': {text}: the row is read without {name}"
+        for at, text in wrong.items():
+            text = f"'{keys[name]}': {text}: the row is read without {name}"
             of_signal.append(RowProblem(lines[at], text, name in JUDGED_SIGNALS))
-        _refuse_unusable(of_signal, int(mask.sum()))
+        _refuse_unusable(of_signal, lines[logged[name]])
         problems += of_signal
     problems.sort(key=lambda problem: problem.line)
-    return RawLog(path, run, numbers, logged, problems, list(notes))
+    return lines, numbers, logged, problems
 
 
-def _parse(cells: Sequence[Any]) -> tuple[np.ndarray, np.ndarray, dict[int, str]]:
+def _parse(column: np.ndarray) -> tuple[np.ndarray, np.ndarray, dict[int, str]]:
     """Parses n cells with `parse_number`.
 
     Returns the numbers, float64 (n,), NaN for no number; whether there is a value, bool (n,); and
     what is wrong with a cell, by its row.
     """
-    problems: dict[int, str] = {}
-    kinds = set(map(type, cells))
-    try:  # in a fraction of the time of cell after cell
-        if kinds == {str} and "_" not in "".join(cells):
-            cells = [*map(float, cells)]
-        if kinds <= {float, int, type(None)} or type(cells[0]) is float:
-            logged = np.array([cell is not None for cell in cells], bool)
-            return np.array(cells, np.float64), logged, problems
-    except (OverflowError, ValueError):
-        pass
-    numbers = np.full(len(cells), math.nan)
-    logged = np.zeros(len(cells), bool)
+    wrong: dict[int, str] = {}
+    if column.dtype == float:
+        return column, np.ones(len(column), bool), wrong
+    cells: list[Any] = column.tolist()
+    if {float, int, type(None)}.issuperset(map(type, cells)):
+        try:  # in a fraction of the time of cell after cell
+            return np.array(cells, np.float64), ~_is_absent(column), wrong
+        except OverflowError:
+            pass
+    numbers: list[float | None] = []
     for at, cell in enumerate(cells):
+        number = None
         try:
             number = parse_number(cell)
         except ValueError as error:
-            problems[at] = str(error)
-            continue
-        if number is not None:
-            numbers[at] = number
-            logged[at] = True
-    return numbers, logged, problems
+            wrong[at] = str(error)
+        numbers.append(number)
+    logged = np.array([number is not None for number in numbers], bool)
+    return np.array(numbers, np.float64), logged, wrong
 
 
-def _refuse_unusable(problems: Sequence[RowProblem], usable: int) -> None:
-    """Raises UnjudgeableLog if more than a tenth of the lines, and more than one, are unusable.
+def _refuse_unusable(problems: Sequence[RowProblem], usable: np.ndarray) -> None:
+    """Raises UnjudgeableLog if too many lines are unusable, beside the lines `usable`.
 
-    One line alone is the usual end of a run that was killed while it wrote.
+    They are too many if they are more than a tenth, or more than two at the end. One line alone is
+    the usual end of a run that was killed while it wrote.
     """
     unusable = sorted(problem for problem in problems if problem.unusable)
     count = len(unusable)
-    if count > 1 and count > _MAX_UNUSABLE * (count + usable):
+    last = sum(problem.line > usable.max(initial=0) for problem in unusable)
+    if count > 1 and (count > _MAX_UNUSABLE * (count + len(usable)) or last > _MAX_LAST):
         first = unusable[0]
-        where = "first: "
-        if first.line:
-            where = f"first in line {first.line}: "
         raise UnjudgeableLog(
-            f"{count:,} of {counted(count + usable, 'line')} cannot be used, {where}{first.text}. "
+            f"{count:,} of {counted(count + len(usable), 'line')} cannot be used, first"
+            f"{f' in line {first.line}' if first.line else ''}: {first.text}. "
             "Write plain numbers (1234.5) and a header above rows with other columns, or name "
             "another column (--column loss=NAME)"
         )

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from healcore import regular_file
 from healcore.tools.traces import formats, printed
-from healcore.tools.traces.columns import RawLog, read_logs
+from healcore.tools.traces.columns import Cells, RawLog, read_logs
 from healcore.tools.traces.formats import UnjudgeableLog
 from healcore.tools.traces.names import (
     EPOCH,
@@ -149,31 +149,30 @@ def _read_directory(
 
     Without a log in the directory, the log in the newest checkpoint of the Hugging Face Trainer is
     read, which is complete up to that step; or the directories in it are. Adds files and
-    directories whose log cannot be used to `failed`. Raises TraceError if there is no usable log.
+    directories whose log cannot be used to `failed`. Raises _NoLogError if there is no log.
     """
     files: dict[Format, list[str]] = {}
     folders: list[str] = []
     states: list[tuple[int, str]] = []
-    unusable: list[str] = []
+    unusable: list[Unreadable] = []
+    known = len(failed)
     for name in sorted(os.listdir(path), key=_natural):
         file = os.path.join(path, name)
         skipped = _SKIPPED_FOLDERS.fullmatch(name)
-        if os.path.isdir(file):
-            state = os.path.join(file, _TRAINER_STATE)
-            if not skipped and not os.path.islink(file):
-                folders.append(file)
-            elif skipped and skipped[1] and os.path.isfile(state):
-                states.append((int(skipped[1]), state))
+        state = os.path.join(file, _TRAINER_STATE)
+        if skipped and skipped[1] and os.path.isfile(state):
+            states.append((int(skipped[1]), state))
+        elif os.path.isdir(file) and not skipped and not os.path.islink(file):
+            folders.append(file)
         elif os.path.isfile(file) and not name.startswith(".") and not name.endswith(_NO_LOG):
             try:
                 files.setdefault(detect_format(_read_head(file)), []).append(file)
             except OSError as error:
-                unusable.append(f"{file}: {_unreadable(file, error).problem}")
+                unusable.append(_unreadable(file, error))
             except TraceError:
                 continue  # they are often weights and configurations
     if not files and states:
         files = {_DOCUMENT: [max(states)[1]]}
-    known = len(failed)
     for form in FORMATS:
         logs: list[RawLog] = []
         for file in files.get(form, ()):
@@ -186,26 +185,26 @@ def _read_directory(
             except (TraceError, OSError) as error:
                 # Text of any kind looks like a table at first.
                 if form is not _TABLE or file.endswith((".csv", ".tsv")):
-                    unusable.append(f"{file}: {_unreadable(file, error).problem}")
+                    unusable.append(_unreadable(file, error))
         if logs:
-            logs[0].notes.extend(unusable)
+            logs[0].notes.extend(f"{file}: {problem}" for file, problem, _ in unusable)
             return _runs(path, logs, form.is_one_run)
     found: _Runs = []
-    for folder in folders[: len(folders) if depth else 0]:
+    for folder in folders if depth else ():
         try:
             found += _read_directory(folder, columns, failed, depth - 1)
         except _NoLogError:
             continue  # such files are weights, code or settings
         except Exception as error:  # damaged bytes may raise any error
             failed.append(_unreadable(folder, error))
-    if found or len(failed) > known:
-        return found
-    if unusable:
-        raise TraceError("; ".join(unusable))
-    raise _NoLogError(
-        "it is a directory without a log of a known format. healcore's own is *.metrics.jsonl, and "
-        "`healcore probe checkpoint` reads checkpoints"
-    )
+    if not found and len(failed) == known:
+        failed += unusable
+    if not found and len(failed) == known:
+        raise _NoLogError(
+            "it is a directory without a log of a known format. healcore's own is *.metrics.jsonl, "
+            "and `healcore probe checkpoint` reads checkpoints"
+        )
+    return found
 
 
 def _runs(path: str, logs: list[RawLog], is_one_run: bool) -> _Runs:
@@ -237,7 +236,11 @@ def _read_file(path: str, columns: Mapping[str, str]) -> list[RawLog]:
     if form is _NAMED:
         read = partial(read, chosen=chosen)
     problems: list[formats.RowProblem] = []
-    return read_logs(path, read(path, problems), problems, columns)
+    if form is _TABLE and (table := formats.plain_table(path)):
+        cells = Cells.of_table(*table)
+    else:
+        cells = Cells.of(read(path, problems), columns)
+    return read_logs(path, cells, problems, columns)
 
 
 class Format(NamedTuple):

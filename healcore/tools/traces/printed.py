@@ -35,6 +35,7 @@ from healcore.tools.traces.names import (
 _MAX_PRINTED = 1 << 12
 """Largest number of characters of a printed record."""
 _CONTROL = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
+_DICT = re.compile(r"""(?:.*?(?=\{')|\s*[^\s{].*?(?=\{"))(\{.*\})$""")
 _PYTHON = re.compile(
     r"""("[^"\\]*")|'([^'\\]*)'|\b(nan|inf|None|True|False)\b|(?:np\.\w+|tensor)\(|\.?\)"""
 )
@@ -77,49 +78,39 @@ _NAMED_BATCH = re.compile(
 _SUMMARY = re.compile(r"\b(?:averaged?|avg|mean|summary|total|final)\b", re.IGNORECASE)
 
 
-class _Place(NamedTuple):
-    """Where in the run a line says that it is. A line may name the epoch only, or no place."""
+class _Line(NamedTuple):
+    """A line with a record."""
 
-    step: int | None = None
-    """Step, or number of the batch in its epoch."""
-    length: int | None = None
-    """Number of batches in an epoch, or of steps in the run, or None if the line does not say."""
-    epoch: int | None = None
-    is_bar: bool = False
-    """Whether the line is a progress bar, which is printed several times for one step."""
+    number: int
+    record: Fields
+    is_evaluation: bool
+    """Whether the record has a loss of an evaluation, and nothing of a step."""
+    has_place: bool
+    """Whether the line says the step, or the number of the batch in its epoch."""
+    is_summary: bool
+    """Whether the line may be the mean of an epoch: it names an epoch or a step, or says so."""
 
 
-def _find_place(line: str) -> _Place:
+def _find_place(line: str) -> tuple[int | None, int | None, int | None, bool]:
     """Finds the place that a line names in brackets, in a bar or after a word for a step.
 
-    It is step 40, length 47 and epoch 2 for "Epoch 2 [40/47]".
+    Returns the step or the number of the batch in its epoch, the number of batches, the epoch, and
+    whether the line is a progress bar, which is printed several times for one step: (40, 47, 2,
+    False) for "Epoch 2 [40/47]".
     """
     if pair := _PAIR.match(line):
-        return _Place(int(pair[2]), None, int(pair[1]))
+        return int(pair[2]), None, int(pair[1]), False
     epoch = None
     if found := _EPOCH.search(line):
         epoch = int(found[1])
         line = f"{line[: found.start()]}\0{line[found.end() :]}"  # "Epoch [1/5]" is no place in it
-    place = _NAMED_PLACE.search(line) or _PLACE.search(line)
-    if place:
-        step, length = (int(number.replace(",", "")) for number in place.groups()[:2])
-        return _Place(step, length, epoch, bool(place.groups()[2:] and place[3]))
+    if place := _NAMED_PLACE.search(line) or _PLACE.search(line):
+        step, length, *bar = place.groups()
+        return int(step.replace(",", "")), int(length.replace(",", "")), epoch, any(bar)
     batch = _NAMED_BATCH.search(line)
     if epoch is not None and batch:
-        return _Place(int(batch[1]), None, epoch)
-    return _Place(epoch=epoch)
-
-
-class _Printed(NamedTuple):
-    """A line with a record."""
-
-    line: int
-    record: Fields
-    place: _Place
-    is_evaluation: bool
-    """Whether the record has a loss of an evaluation, and nothing of a step."""
-    is_summary: bool
-    """Whether the line may be the mean of an epoch: it names an epoch or a step, or says so."""
+        return int(batch[1]), None, epoch, False
+    return None, None, epoch, False
 
 
 def printed_dicts(path: str, problems: list[RowProblem]) -> Records:
@@ -156,47 +147,45 @@ def printed_numbers(path: str, problems: list[RowProblem], chosen: Container[str
         Line number and record of each line with a signal. A line with other numbers of such a line
         is a record too: some programs do not print a loss that is NaN.
     """
-    records: list[_Printed] = []
+    lines: list[_Line] = []
     known: set[str] = set()  # the names in all records
     epoch: int | None = None
-    for number, line in _split_lines(path):
-        record = named_numbers(line)
-        place = _find_place(line[:_MAX_PRINTED])
-        if place.epoch is not None:
-            epoch = place.epoch
+    for number, text in _split_lines(path):
+        record = named_numbers(text)
+        step, length, own_epoch, is_bar = _find_place(text[:_MAX_PRINTED])
+        if own_epoch is not None:
+            epoch = own_epoch
         if has_signal(record, chosen):
             known.update(record)
         elif len(record) < 2 or not known.issuperset(record):  # a step only may be any text
             continue
-        is_summary = place.epoch is not None or STEP in record or bool(_SUMMARY.search(line))
-        place = place._replace(epoch=epoch)
+        is_summary = own_epoch is not None or STEP in record or bool(_SUMMARY.search(text))
+        # A part of an epoch, such as 1.25, says more than the epoch.
+        if epoch is not None and "." not in str(record.get(EPOCH)):
+            record[EPOCH] = epoch
         is_evaluation = "eval_loss" in record and not has_role(record, JUDGED_SIGNALS)
-        if is_evaluation:  # its bar counts the batches of the evaluation
-            place = _Place(epoch=epoch)
-        new = _Printed(number, record, place, is_evaluation, is_summary)
+        if is_evaluation:
+            step = None  # its bar counts the batches of the evaluation
+        elif step is not None and record.get(STEP) in (None, str(step)):
+            # A step that the record names is the step of the run, and preferred.
+            record |= {STEP: step, EPOCH_LENGTH: length}
+        line = _Line(number, record, is_evaluation, step is not None, is_summary)
         # A progress bar, or an evaluation, is printed again.
-        if (is_evaluation or place.is_bar) and records and _is_again(records[-1], new):
-            records[-1].record.update(record)
+        if (is_evaluation or is_bar) and lines and _is_again(lines[-1], line):
+            lines[-1].record.update(record)
         else:
-            records.append(new)
-    yield from _place(records)
-
-
-def _is_again(last: _Printed, new: _Printed) -> bool:
-    """Whether two lines have the same place and step, and are of one kind."""
-    if last.record.get(STEP) != new.record.get(STEP):
-        return False
-    return last.place == new.place and last.is_evaluation == new.is_evaluation
-
-
-def _place(records: list[_Printed]) -> Records:
-    """Yields line number and record of each step and evaluation, without the means of epochs."""
-    places = [each.place.step is not None for each in records if not each.is_evaluation]
+            lines.append(line)
+    places = [line.has_place for line in lines if not line.is_evaluation]
     have_places = 2 * sum(places) > len(places)
-    for each in records:
-        is_step = each.is_evaluation or each.place.step is not None
-        if is_step or not have_places or not each.is_summary:
-            yield each.line, _with_place(each.record, each.place)
+    for line in lines:
+        if line.is_evaluation or line.has_place or not (have_places and line.is_summary):
+            yield line.number, line.record
+
+
+def _is_again(last: _Line, line: _Line) -> bool:
+    """Whether two lines have the same step and epoch, and are of one kind."""
+    same_place = all(last.record.get(name) == line.record.get(name) for name in (STEP, EPOCH))
+    return same_place and last.is_evaluation == line.is_evaluation
 
 
 def _split_lines(path: str) -> Iterator[tuple[int, str]]:
@@ -207,22 +196,6 @@ def _split_lines(path: str) -> Iterator[tuple[int, str]]:
             for text in re.split("\b+", _CONTROL.sub("", line)):
                 yield number, text
             number += line.endswith("\n")
-
-
-def _with_place(record: Fields, place: _Place) -> Fields:
-    """The record with its place as "step", "epoch" and "epoch_length".
-
-    A step that the record names is the step of the run, and preferred. If it equals the place, as
-    in "iter: 40/47", the place has the length of the epoch.
-    """
-    epochs = [name for name in record if normalize(name) == EPOCH]
-    # A part of an epoch, such as 1.25, says more than the place.
-    if place.epoch is not None and not any("." in str(record[name]) for name in epochs):
-        record = {name: value for name, value in record.items() if name not in epochs}
-        record[EPOCH] = place.epoch
-    if place.step is not None and record.get(STEP) in (None, str(place.step)):
-        record = {**record, STEP: place.step, EPOCH_LENGTH: place.length}
-    return record
 
 
 def printed_record(line: str) -> Fields | None:
@@ -236,25 +209,13 @@ def printed_record(line: str) -> Fields | None:
         The dict, or None for a line without one.
     """
     text = line.rstrip()
-    if not text.endswith("}"):
+    found = _DICT.match(text) if text.endswith("}") else None
+    if not found or len(found[1]) > _MAX_PRINTED:
         return None
-    _, is_python, rest = text.partition("{'")
-    if is_python:
-        if len(rest) > _MAX_PRINTED:
-            return None
-        document = _PYTHON.sub(_to_json, is_python + rest)
-    else:
-        prefix, begin, rest = text.partition('{"')
-        if not prefix.strip() or len(rest) > _MAX_PRINTED:
-            return None
-        document = begin + rest
     try:
-        record = json.loads(document)
+        return json.loads(_PYTHON.sub(_to_json, found[1]))
     except (ValueError, RecursionError):
         return None
-    if not isinstance(record, dict):
-        return None
-    return record
 
 
 def _to_json(token: re.Match[str]) -> str:
@@ -301,23 +262,17 @@ def named_numbers(line: str) -> Fields:
         name, number = match.groups()
         if has_role([name], [STEP]):
             name = STEP
+        elif normalize(name) == EPOCH:
+            name = EPOCH
         elif head is None and not normalize(name).endswith(("epoch", "eta", "lr", "time")):
             head = line[: match.start()]
             if "loss" in name.lower() and not has_role([name], SIGNALS):
                 head += name  # "validation loss at iteration 490" is no loss of 490
         record.setdefault(name, number.replace(",", ""))
     if _EVALUATION.search(head or ""):
-        return _evaluation_of(record)
+        for name in record:
+            if has_role([name], ["loss"]):
+                step = {key: record[key] for key in record if key == STEP}
+                return step | {"eval_loss": record[name]}
+        return {}
     return record
-
-
-def _evaluation_of(record: Fields) -> Fields:
-    """The step and the first loss of a printed evaluation, or nothing if it names no loss."""
-    for name, number in record.items():
-        if has_role([name], ["loss"]):
-            evaluation: Fields = {}
-            if STEP in record:
-                evaluation[STEP] = record[STEP]
-            evaluation["eval_loss"] = number
-            return evaluation
-    return {}

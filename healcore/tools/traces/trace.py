@@ -21,6 +21,7 @@ from healcore.tools.traces.names import (
     EPOCH,
     EPOCH_LENGTH,
     JUDGED_SIGNALS,
+    KNOWN_COLUMNS,
     SIGNALS,
     STEP,
     TraceError,
@@ -199,25 +200,21 @@ def join_logs(name: str, logs: Sequence[RawLog]) -> Trace:
     Raises:
         TraceError: the steps decrease more than `_MAX_ATTEMPTS` times.
     """
-    begins = np.cumsum([0, *(log.rows for log in logs)])
-    signals = [signal for signal in SIGNALS if any(signal in log.logged for log in logs)]
+    begins = np.cumsum([0, *(len(log.lines) for log in logs)])
     numbers: dict[str, np.ndarray] = {}
-    for column in (STEP, EPOCH, EPOCH_LENGTH, *signals):
-        parts = [log.numbers.get(column, np.full(log.rows, np.nan)) for log in logs]
-        numbers[column] = np.concatenate(parts)
+    for column in (*KNOWN_COLUMNS, EPOCH_LENGTH):
+        numbers[column] = np.concatenate([log.numbers[column] for log in logs])
     masks: dict[str, np.ndarray] = {}
-    for signal in signals:
-        parts = [log.logged.get(signal, np.zeros(log.rows, bool)) for log in logs]
-        masks[signal] = np.concatenate(parts)
+    for signal in SIGNALS:
+        mask = np.concatenate([log.logged[signal] for log in logs])
+        if mask.any():
+            masks[signal] = mask
     notes = [note for log in logs for note in log.notes]
-    problems: list[str] = []
-    for log in logs:
-        for line, text, _ in log.problems:
-            problems.append(f"{log.path}{f', line {line}' if line else ''}: {text}")
+    problems = [problem.describe(log.path) for log in logs for problem in log.problems]
 
     step, epoch = numbers[STEP], numbers[EPOCH]
     unit = STEP
-    without_steps = [log.path for log in logs if STEP not in log.numbers]
+    without_steps = [log.path for log in logs if np.isnan(log.numbers[STEP]).all()]
     one_row_each = (epoch % 1 == 0).all() and (np.diff(epoch) > 0).all()
     if without_steps and one_row_each and len(epoch) > 1:
         unit, step = EPOCH, epoch

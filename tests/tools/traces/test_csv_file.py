@@ -142,11 +142,9 @@ def test_rows_below_a_header_without_the_loss_are_not_passed_over(tmp_path, kind
 def test_rows_of_another_form_are_not_passed_over(tmp_path, kind):
     path = write(tmp_path / "run.csv", HEADER + UNREAD[kind])
     message = refusal(path)
-    assert re.search("rows cannot be used, first in line (42|402): ", message)
+    assert re.search("lines cannot be used, first in line (42|402): ", message)
     if kind == "half have a column more":
-        assert (
-            "the last 40 of 80 rows cannot be used, first in line 42: 4 cells where the" in message
-        )
+        assert "40 of 80 lines cannot be used, first in line 42: 4 cells where the" in message
     for command in (["replay"], ["probe", "loss"]):
         result = CliRunner().invoke(app, [*command, str(path)])
         assert result.exit_code in (1, 3)
@@ -194,6 +192,7 @@ def test_any_cells_keep_the_numbers_that_pandas_gives(tmp_path_factory, cells, q
     # Enough usable rows for a verdict, whatever comes.
     writer.writerows([[step, "1.5"] for step in range(-200, 1)])
     writer.writerows([[step, cell] for step, cell in enumerate(cells, 1)])
+    writer.writerows([[len(cells) + 1, "1.5"]])
     path = write(tmp_path_factory.mktemp("cells") / "run.csv", written.getvalue())
     frame = pandas.read_csv(path, dtype=str, keep_default_na=False)
     trace = open_one(path)
@@ -231,6 +230,33 @@ def test_several_runs_are_several_traces(tmp_path):
     assert (big.rows.step.tolist(), big.rows.values["loss"].tolist()) == ([10, 30], [2.5, 2])
     assert small.signals == {"loss", "grad_norm"}
     assert "several runs ('big - 7b', 'small')" in open_traces([str(path)], join=True)[1][0].problem
+
+
+LONG = {
+    "one after the other": [(run, at) for run in "ab" for at in range(9)],
+    "in turn": [(run, at) for at in range(9) for run in "ab"],
+}
+
+
+@pytest.mark.parametrize("order", LONG)
+@pytest.mark.parametrize("names", [{"a": "lr=1", "b": "lr=2"}, {"a": "0", "b": "1"}])
+def test_rows_with_the_names_of_several_runs_are_several_traces(tmp_path, order, names):
+    losses = {"a": 2.5, "b": 3.5}
+    rows = [f"{names[run]},{at},{losses[run]}\n" for run, at in LONG[order]]
+    path = write(tmp_path / "runs.csv", "run,_step,loss\n" + "".join(rows))
+    traces, failed = open_traces([str(path)])
+    assert ([each.name for each in traces], failed) == ([f"{path}#{n}" for n in names.values()], [])
+    for trace, loss in zip(traces, losses.values(), strict=True):
+        assert trace.rows.step.tolist() == [*range(9)]
+        assert set(trace.rows.values["loss"].tolist()) == {loss}
+        assert trace.notes == (f"{path}: 'run' names 2 runs, and each is read by itself",)
+
+
+def test_a_step_that_begins_again_is_said_to_be_another_attempt(tmp_path):
+    rows = [f"base,{at},2.5\n" for _ in range(2) for at in range(9)]
+    trace = open_one(write(tmp_path / "runs.csv", "Name,_step,loss\n" + "".join(rows)))
+    assert len(trace.attempts) == 2
+    assert "attempt 1 begins at step 0" in trace.notes[0]
 
 
 @pytest.mark.parametrize("kind", [str, Path])

@@ -79,7 +79,7 @@ def test_each_of_several_optimizers_is_a_trace(tmp_path):
     assert [trace.name for trace in traces] == [f"{path}#gen", f"{path}#disc"]
     for trace, loss in zip(traces, (2.0, 0.5), strict=True):
         assert trace.rows.values["loss"].tolist() == [loss] * 3
-        assert not trace.notes
+        assert trace.notes == (f"{path}: 'engine' names 2 runs, and each is read by itself",)
 
 
 HISTORY = [

@@ -97,6 +97,10 @@ TABLES = {
         "Name,State,Created,lr,_step,loss",
         *(f"sunny-{i},finished,2024-01-01,0.1,99,2.5" for i in range(9)),
     ],
+    "W&B, equal names": [
+        "Name,State,Created,lr,_step,loss",
+        *(f"base,finished,2024-01-01,0.1,{9 * i},2.5" for i in range(9)),
+    ],
     "MLflow": ["Run ID,Status,lr,loss", *(f"a{i}f,FINISHED,0.1,2.5" for i in range(9))],
     "Ray": ["trial_id,training_iteration,loss", *(f"f{i}_0,100,2.5" for i in range(9))],
     "by hand": ["model,loss", *(f"net-{i},2.5" for i in range(9))],
