@@ -296,26 +296,13 @@ def _name_group(
     models: Sequence[tuple[Model, bool]],
 ) -> None:
     """Names the parameters of one group. A parameter without state is None."""
-    shapes: list[Shape | None] = []
-    for member in members:
-        if member is None:
-            shapes.append(None)
-        else:
-            shapes.append(member.second.shape)
-    if not all(names):
-        names = _names_of_equal_model(models, shapes)
-    layers: list[tuple[str, Model]] = []
-    blocks = None
-    for model, _ in models:
-        match = _layers_of(model, shapes)
-        if match is not None:
-            layers, blocks = match
-            break
-    if blocks is None:
-        blocks = _find_blocks(shapes)
-    start, size, count = blocks
-    # A pair of low-rank matrices is an adapter of one projection. Projections are not alike.
-    is_low_rank = size == 2 and _is_low_rank(*shapes[start : start + 2])
+    shapes = [member and member.second.shape for member in members]
+    layers: dict[int, tuple[str, list[str], int]] = {}
+    for model, is_ordered in models:
+        if not all(names) and is_ordered and _has_shapes(model, shapes):
+            names = [name for name, _ in model]
+        layers = layers or _layers_of(model, shapes)
+    start, size, count = _find_blocks(shapes)
     for at, (number, member, name) in enumerate(zip(numbers, members, names, strict=True)):
         if member is None:
             continue
@@ -323,54 +310,42 @@ def _name_group(
             member.set_name(name)
             continue
         shape = member.second.shape
+        block, place = divmod(at - start, size)
         member.name = member.layer = f"group {group}, parameter {number}"
         member.kind = ("", shape)
-        if not size:
-            continue
-        block, place = divmod(at - start, size)
-        if not 0 <= block < count or (not layers and is_low_rank):
+        if at in layers:
+            member.layer, same, place = layers[at]
+            parts = zip(*(own.split(".") for own in same), strict=False)
+            member.name = ".".join(each[0] if len(set(each)) == 1 else "*" for each in parts)
+            if len(same) > 1:
+                member.name += f" (parameter {number})"
+        elif not layers and 0 <= block < count:
+            last = numbers[at - place + size - 1]
+            member.layer = f"group {group}, parameters {numbers[at - place]} to {last}"
+        else:
             continue
         member.kind = (f"group {group}, place {place}", shape)
-        if layers:
-            member.layer, layer = layers[block]
-            same = [own_name for own_name, own_shape in layer if own_shape == shape]
-            member.name = same[0]
-            if len(same) > 1:
-                member.name = f"{_common_name(same, member.layer)} (parameter {number})"
-        elif size > 1:
-            first, last = numbers[at - place], numbers[at - place + size - 1]
-            member.layer = f"group {group}, parameters {first} to {last}"
 
 
-def _names_of_equal_model(
-    models: Sequence[tuple[Model, bool]], shapes: Sequence[Shape | None]
-) -> list[str | None]:
-    """The names in the first ordered model with these shapes, or None for each parameter."""
-    for model, is_ordered in models:
-        if is_ordered and _has_shapes(model, shapes):
-            return [name for name, _ in model]
-    return [None] * len(shapes)
+def _find_blocks(shapes: Sequence[Shape | None]) -> tuple[int, int, int]:
+    """Finds the longest run of at least three blocks of parameters with equal shapes.
 
+    The layers of most networks have equal shapes, so such blocks are taken for layers. Blocks of
+    two matrices or less may be adapters of projections, which are not alike.
 
-def _is_low_rank(first: Shape | None, second: Shape | None) -> bool:
-    """Whether the product of two matrices, (r, n) and (m, r), has a lower rank than m and n."""
-    if first is None or second is None or len(first) != 2 or len(second) != 2:
-        return False
-    return first[0] == second[1] < min(first[1], second[0])
-
-
-def _common_name(names: Sequence[str], layer: str) -> str:
-    """The parts that all names share: `layers.0.*.lora_A` of its query and its value."""
-    parts = [name.split(".") for name in names]
-    if len({*map(len, parts)}) > 1:
-        return f"{layer}.*"
-    common: list[str] = []
-    for column in zip(*parts, strict=True):
-        if len(set(column)) == 1:
-            common.append(column[0])
-        else:
-            common.append("*")
-    return ".".join(common)
+    Returns the first parameter, the size of a block, and the number of blocks, or no blocks.
+    """
+    longest, blocks = 0, (0, 1, 0)
+    for size in range(3, min(len(shapes) // _MIN_BLOCKS, _MAX_BLOCK_SIZE) + 1):
+        run = 0
+        for at in range(size, len(shapes) + 1):
+            if at < len(shapes) and shapes[at] == shapes[at - size]:
+                run += 1
+                continue
+            if run > longest and run >= (_MIN_BLOCKS - 1) * size:
+                longest, blocks = run, (at - run - size, size, run // size + 1)
+            run = 0
+    return blocks
 
 
 def _layer_of(name: str) -> str:
@@ -394,59 +369,34 @@ def _has_shapes(model: Model, shapes: Sequence[Shape | None]) -> bool:
 
 def _layers_of(
     model: Model, shapes: Sequence[Shape | None]
-) -> tuple[list[tuple[str, Model]], tuple[int, int, int]] | None:
-    """The model's layers and a block of `shapes` for each, or None if no blocks match.
+) -> dict[int, tuple[str, list[str], int]]:
+    """The layer of parameters, the possible names, and the place in the layer; by their index.
 
-    safetensors files and adapters (PEFT) are sorted by name. Sorting keeps the order of the layers
-    and loses the order of the parameters within a layer.
+    safetensors files and adapters (PEFT) are sorted by name. Sorting keeps the layers and loses the
+    order of the parameters within a layer. So the layers are known if there is exactly one place
+    where the parameters have the shapes of all layers, one after the other. A group may have only
+    some of the shapes.
     """
     by_layer: dict[str, Model] = {}
     for name, shape in model:
-        if _NUMBER.search(_layer_of(name)):
+        if shape in shapes and _NUMBER.search(_layer_of(name)):
             by_layer.setdefault(_layer_of(name), []).append((name, shape))
-    if len({_NUMBER.sub("*", name) for name in by_layer}) != 1:
-        return None
-    layers = sorted(by_layer.items(), key=lambda pair: list(map(int, _NUMBER.findall(pair[0]))))
-    start, size, count = _find_blocks(shapes)
-    if count != len(layers):
-        start, size, count = _find_blocks(shapes, len(layers))
-    if not count:
-        return None
-    for at, (_, layer) in zip(range(start, start + count * size, size), layers, strict=False):
-        block = Counter(shapes[at : at + size])
-        known = Counter(shape for _, shape in layer)
-        # Two equal blocks may be chance, unless they are whole layers.
-        if not block <= known or (count < _MIN_BLOCKS and block != known):
-            return None
-    return layers, (start, size, count)
-
-
-def _find_blocks(shapes: Sequence[Shape | None], layers: int = 0) -> tuple[int, int, int]:
-    """Finds the longest run of at least three consecutive blocks with equal shapes.
-
-    The layers of most networks have equal shapes, so such blocks are taken for layers. If the
-    number of layers is given, only runs of exactly that many whole blocks count, which may be two.
-    Returns the first parameter, the size of a block, and the number of blocks; zeros without a run.
-    """
-    least = _MIN_BLOCKS
-    if layers:
-        least = min(max(layers, 2), _MIN_BLOCKS)
-    numbers: dict[Shape | None, int] = {}  # a number for each distinct shape
-    for shape in shapes:
-        numbers.setdefault(shape, len(numbers))
-    kinds = np.array([numbers[shape] for shape in shapes])
-    best = 0
-    blocks = (0, 0, 0)
-    for size in range(1, min(len(kinds) // least, _MAX_BLOCK_SIZE) + 1):
-        edges = np.diff((kinds[size:] == kinds[:-size]).astype(int), prepend=0, append=0)
-        begins = np.flatnonzero(edges == 1)
-        lengths = np.flatnonzero(edges == -1) - begins
-        if not len(lengths):
-            continue
-        longest = int(lengths.argmax())  # the first of equally long ones
-        length = int(lengths[longest])
-        count = length // size + 1
-        if length > best and count >= least and (not layers or length == (layers - 1) * size):
-            best = length
-            blocks = (int(begins[longest]), size, count)
-    return blocks
+    layers = sorted(by_layer.items(), key=lambda each: list(map(int, _NUMBER.findall(each[0]))))
+    if len(layers) < 2 or len({_NUMBER.sub("*", name) for name in by_layer}) > 1:
+        return {}
+    size = len(layers[0][1])
+    known = [Counter(shape for _, shape in layer) for _, layer in layers]
+    starts: list[int] = []
+    for start in range(len(shapes) - size * len(layers) + 1):
+        places = range(start, start + size * len(layers), size)
+        if known == [Counter(shapes[at : at + size]) for at in places]:
+            starts.append(start)
+    if len(starts) != 1:
+        return {}
+    found: dict[int, tuple[str, list[str], int]] = {}
+    for at, (name, layer) in enumerate(layers):
+        for place in range(size):
+            index = starts[0] + at * size + place
+            same = [own for own, shape in layer if shape == shapes[index]]
+            found[index] = name, same, place
+    return found
