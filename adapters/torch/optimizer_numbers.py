@@ -67,7 +67,9 @@ class OptimizerNumbers:
         self._single = len(optimizer.param_groups) == 1
         """Whether group 0 has no index in names. Names do not change if a group is added later."""
         self._given: dict[_Key, float] = {}
-        """The numbers of the step that runs."""
+        """The numbers of the newest judged step."""
+        self._are_new = False
+        """Whether they differ from those of the step before, and the step has not ended."""
         self._ranges: dict[_Key, NumberRange] = {}
         self._held: Mapping[str, NumberRange] = {}
         """Name of a number -> the range in which it is held."""
@@ -101,8 +103,12 @@ class OptimizerNumbers:
 
     def read(self) -> None:
         """Reads the program's values at a judged step, before any of them is replaced."""
-        self._given = self._numbers()
-        for key, number in self._given.items():
+        given = self._numbers()
+        self._are_new = given != self._given
+        if self._ranges and not self._are_new:
+            return  # in almost every step
+        self._given = given
+        for key, number in given.items():
             low, high = number, number
             if math.isnan(number):
                 # Outside of every range, as if it were below and above all numbers.
@@ -134,19 +140,19 @@ class OptimizerNumbers:
         return [(groups[i], entry, value) for (i, entry), value in values.items()]
 
     def find_changes_by_step(self) -> None:
-        """Excludes numbers that `optimizer.step()` has changed, if `read` was called in the step.
+        """Excludes numbers that `optimizer.step()` has changed.
 
         Such a number is a state of the optimizer and not a setting of the program, so it must not
         be held. The program's own values have to be back in the groups. An excluded number stays
-        excluded.
+        excluded. Numbers that are the same as in the step before were changed by nobody.
         """
-        now = self._numbers() if self._given else {}
+        now = self._numbers() if self._are_new else {}
         for key, number in now.items():
             before = self._given.get(key)
             # NaN is not equal to itself.
             if before != number and not (before != before and number != number):
                 self._changed_by_step.add(key)
-        self._given = {}
+        self._are_new = False
 
     def _numbers(self) -> dict[_Key, float]:
         """The numbers in the groups that can be read without waiting for a device."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, SupportsFloat
+
+from pydantic_core import to_json
 
 from healcore.core.decision import Cause, names_of
 from healcore.core.step_record import SKIPS, StepRecord, Why
@@ -26,8 +27,6 @@ _LINES_AT_ONCE = 64
 """Number of steps of a dispatch from which a thinned file has 32 to 64 lines per dispatch, because
 a line takes longer than a small compiled step."""
 _UNTHINNED = 50_000  # steps after which a thinned file doubles the number of steps per line
-_LINE_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
-"""Encoder of all lines. `json.dumps` with these options would make a new encoder for each line."""
 
 
 @dataclass(eq=False)
@@ -53,7 +52,7 @@ class MetricsLog:
     """Whether `write` returns the fields of every step, for the run's trackers."""
 
     def __post_init__(self) -> None:
-        self._lines: list[str] = []
+        self._lines: list[bytes] = []
         self._flushed = time.monotonic()
         self._has_failed = False
         self._received: set[tuple[str, str]] = set()
@@ -90,7 +89,7 @@ class MetricsLog:
                 }
                 if every > 1:
                     head["every"] = every
-                self._lines.append(_LINE_ENCODER.encode(head | fields) + "\n")
+                self._lines.append(to_json(head | fields) + b"\n")
         except Exception:  # from converting a value of the driver; the training continues
             fields = None
         if len(self._lines) >= _MAX_BUFFERED or time.monotonic() - self._flushed >= _FLUSH_SECONDS:
@@ -104,7 +103,7 @@ class MetricsLog:
         if self.path is None or not lines:
             return
         try:
-            append(self.path, "".join(lines).encode("ascii"), follow_links=not self.automatic)
+            append(self.path, b"".join(lines), follow_links=not self.automatic)
         except Exception as error:
             if not self._has_failed:
                 warn_of_loss("metrics", self.path, error)

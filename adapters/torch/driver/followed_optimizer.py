@@ -169,7 +169,6 @@ class FollowedOptimizer:
         """See `StepListener.ended`. Gradients that are still in `.grad` are used from here on."""
         self.buffers.end(skipped)
         self._reached = False
-        self._watch()
         after_step = self._after_step()
         if after_step is not None:
             after_step(self)
