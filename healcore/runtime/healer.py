@@ -129,9 +129,8 @@ class Healer(Generic[State]):
             the pytree that the step returns, or name -> nnx module and optimizer.
         store: a directory for checkpoints (with copies in host memory), a
             `CheckpointStore`, or None for host memory only, which is lost with the process. Or a
-            list of directories and stores, as in `["/local/run", "/shared/run"]`: each checkpoint
-            is written to all of them, and a restart takes the newest checkpoint that is intact in
-            any of them. Events and metrics are in the first.
+            list of directories, as in `["/local/run", "/shared/run"]`: each checkpoint is written
+            to all of them, and a restart takes the newest checkpoint that is intact in any of them. Events and metrics are in the first.
         loss_fn: returns the loss of one batch: `loss_fn(batch)` in torch and with nnx objects,
             `loss_fn(state, batch)` if the state is a pytree. It may return more than the loss, as
             `(loss, logits)` or as a mapping with the key "loss". The Healer calls it with current
@@ -306,7 +305,7 @@ class Healer(Generic[State]):
 
     @property
     def store(self) -> Places:
-        """The `store` argument: a path, a store, None for host memory only, or a tuple of places.
+        """The `store` argument: a path, a store, None for host memory only, or a tuple of paths.
 
         A list that was passed is a tuple here.
         """

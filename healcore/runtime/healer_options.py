@@ -16,7 +16,7 @@ from healcore.console import Console
 from healcore.policy import Overrides
 from healcore.runtime.reporting.trackers import Selection, TrackersLike
 from healcore.runtime.run_options import Checkpoints, Hooks, HostPolicy, Logging, check_path
-from healcore.runtime.store.places import Places, StorePlace
+from healcore.runtime.store.places import Places
 
 
 class AttachOptions(TypedDict, total=False):
@@ -76,8 +76,8 @@ class Options:
     """The policy with the program's keywords applied."""
     state: Any
     """The user's state: a mapping of names to modules and optimizers, or in JAX also a pytree."""
-    store: StorePlace | tuple[StorePlace, ...] | None
-    """Where checkpoints go: one or several directories or stores, or None for host memory."""
+    store: Places
+    """Where checkpoints go: one or several directories, a store, or None for host memory."""
     loss_fn: Callable[..., Any] | None
     """The loss of a batch, to compare weights, or None to compare nothing."""
     loss_fn_cost: float

@@ -14,6 +14,8 @@ from healcore.runtime.store import files, manifest
 from tests.healer.training_loops import TrainingResult, broken_at, loop_of, rules, train
 
 STEPS, LENGTH = 12, 18
+RECORD = "record"
+"""The record in the manifest of a checkpoint."""
 
 
 class Code:
@@ -54,14 +56,18 @@ def checkpoints(root: Path) -> list[Path]:
 
 def part(folder: Path, file: str) -> Any:
     """The JSON of a file of a checkpoint."""
+    if file == RECORD:
+        return part(folder, manifest.MANIFEST)["record"]
     return json.loads((folder / file).read_bytes())
 
 
 def rewrite(folder: Path, file: str, content: Any) -> None:
     """Replaces a JSON file of a checkpoint, by a value or by bytes, with the right digests."""
-    if file in (manifest.RECORD, manifest.MANIFEST) and isinstance(content, dict):
+    if file == RECORD:
+        file, content = manifest.MANIFEST, {**part(folder, manifest.MANIFEST), "record": content}
+    if file == manifest.MANIFEST and isinstance(content, dict):
         content.pop("digest", None)
-        (folder / file).write_bytes(files.seal(content))
+        (folder / file).write_bytes(files.seal(json.dumps(content).encode()))
         return
     raw = content if isinstance(content, bytes) else json.dumps(content).encode()
     (folder / file).write_bytes(raw)
@@ -71,11 +77,10 @@ def rewrite(folder: Path, file: str, content: Any) -> None:
 
 def sealed_again(folder: Path) -> None:
     """The manifest of a checkpoint as its files are now: the digests are no secret."""
-    content = files.read_sealed(folder / manifest.MANIFEST)
-    unlisted = {manifest.MANIFEST, manifest.RECORD}
+    content = part(folder, manifest.MANIFEST)
     digests = files.sync_and_digest(folder)
-    content["files"] = {name: digests[name]._asdict() for name in digests.keys() - unlisted}
-    (folder / manifest.MANIFEST).write_bytes(files.seal(content))
+    content["files"] = {name: digests[name] for name in digests.keys() - {manifest.MANIFEST}}
+    rewrite(folder, manifest.MANIFEST, content)
 
 
 def change_state(root: Path, change: Callable[[dict[str, Any]], None]) -> None:

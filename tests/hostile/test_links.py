@@ -9,7 +9,7 @@ import pytest
 from healcore.runtime.store.array_format import SMALL_FILE as FILE
 from healcore.runtime.store.checkpoints import CheckpointNotFound, StoreError
 from healcore.runtime.store.claim import LOCK
-from healcore.runtime.store.manifest import MANIFEST, RECORD
+from healcore.runtime.store.manifest import MANIFEST
 from tests import forked_programs
 from tests.healer.training_loops import loop_of, rules, train
 from tests.hostile.run_directories import LENGTH, cut_short
@@ -48,7 +48,7 @@ def test_a_link_that_the_user_names_is_written_through(root, tmp_path):
     assert link.is_symlink()
 
 
-@pytest.mark.parametrize("name", [RECORD, MANIFEST, FILE])
+@pytest.mark.parametrize("name", [MANIFEST, FILE])
 def test_a_pipe_in_a_checkpoint_is_not_waited_for(name, root):
     store = (TORCH_FILE if name == FILE else DCP).make(root)
     store.save(1, {"x": {"y": 1}}, record={})

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import metadata as dcp
 
 from healcore.core.errors import HealcoreError
 from healcore.runtime.store.checkpoints import CheckpointDamaged, StoreError
-from healcore.runtime.store.manifest import MANIFEST, RECORD, STATE
+from healcore.runtime.store.manifest import MANIFEST, STATE
 from tests.healer.run_directory import events
 from tests.hostile import run_directories as runs
 from tests.runtime.store.store_cases import DCP, TORCH_FILE, over
@@ -161,7 +161,7 @@ def mutants(content: Any) -> Iterator[tuple[Any, Any]]:
 
 @pytest.mark.slow
 @over(DCP, TORCH_FILE)
-@pytest.mark.parametrize("file", [MANIFEST, STATE, RECORD])
+@pytest.mark.parametrize("file", [MANIFEST, STATE])
 def test_a_malformed_small_file_is_a_damaged_checkpoint(file, case, tmp_path):
     store = case.make(tmp_path)
     state = {"model": {"w": torch.ones(2), "n": [1, (2.5, b"x")]}}
@@ -228,18 +228,18 @@ def shared(change: Change) -> Change:
 
 
 NOT_WRITTEN: dict[str, tuple[str, Change]] = {
-    "incidents": (RECORD, with_incidents),
+    "incidents": (runs.RECORD, with_incidents),
     "nothing of this rank": (STATE, of_rank(without_rank)),
     "position": (STATE, of_rank(position)),
-    "engines": (RECORD, with_entry("engines", "nan")),
-    "ledger": (RECORD, with_entry("ledger", {"a": 1})),
-    "world": (RECORD, with_entry("world", "x")),
-    "step": (RECORD, with_entry("step", 1)),
-    "settings": (RECORD, with_entry("settings", [])),
-    "part_size": (RECORD, with_entry("part_size", "")),
-    "forward": (RECORD, with_entry("forward", {"0": {"a": 1}})),
-    "skipped": (RECORD, with_entry("skipped", {"x": 7})),
-    "attempts": (RECORD, with_entry("attempts", [""])),
+    "engines": (runs.RECORD, with_entry("engines", "nan")),
+    "ledger": (runs.RECORD, with_entry("ledger", {"a": 1})),
+    "world": (runs.RECORD, with_entry("world", "x")),
+    "step": (runs.RECORD, with_entry("step", 1)),
+    "settings": (runs.RECORD, with_entry("settings", [])),
+    "part_size": (runs.RECORD, with_entry("part_size", "")),
+    "forward": (runs.RECORD, with_entry("forward", {"0": {"a": 1}})),
+    "skipped": (runs.RECORD, with_entry("skipped", {"x": 7})),
+    "attempts": (runs.RECORD, with_entry("attempts", [""])),
 }
 OF_TORCH: dict[str, tuple[str, Change]] = {
     "model": (STATE, shared(with_tree("model", 7))),

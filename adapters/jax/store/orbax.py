@@ -7,7 +7,7 @@ digests, the copies in memory. It calls `JaxFormat`, its part for JAX, in this o
       | add                      each array becomes a Leaf, with this process's shards as its parts
     FlatState  entries           structure and Python values, as JSON
                leaves            "params.w" -> Leaf(parts, its sharding)
-      | on_host, copy_from_devices   shards -> host memory; the step may then reuse donated memory
+      | copy_parts               shards -> host memory; the step may then reuse donated memory
     HostCopy
       | write_large              in the background; Orbax writes each array under its name
 
@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import threading
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
@@ -39,22 +38,22 @@ import numpy as np
 import orbax.checkpoint as ocp
 import xxhash
 from etils import epath
-from safetensors.numpy import save_file
 
 from healcore.jax.driver.program_state import MARK, program_state_of
 from healcore.jax.store.coordination import CoordinatedRanks
-from healcore.runtime.store import files, values
+from healcore.runtime.store import values
 from healcore.runtime.store.array_format import (
     ArrayFormat,
     Entries,
     FlatState,
     Leaf,
     Target,
+    copy_to_host,
     raw,
 )
 from healcore.runtime.store.checkpoints import IN_MEMORY, Keep, Restored, StoreError
 from healcore.runtime.store.ranks import Alone, run_on_each
-from healcore.runtime.store.store import CheckpointStore
+from healcore.runtime.store.store import CheckpointStore, Roots
 
 _PINNED = "pinned_host"
 """Name of the memory of the host that an accelerator copies to without waiting."""
@@ -71,9 +70,6 @@ class JaxFormat(ArrayFormat):
     CPU are copied before `copy` returns, because the next step may reuse donated memory. JAX copies
     shards on a GPU to pinned host memory asynchronously, and handles donation.
     """
-
-    name = "orbax"
-    small_dtypes = ArrayFormat.small_dtypes | {"uint16", "uint32", "uint64"}  # of random keys
 
     def __init__(self, ranks: CoordinatedRanks | None = None) -> None:
         self._ranks = ranks or Alone()
@@ -101,40 +97,55 @@ class JaxFormat(ArrayFormat):
             leaves.append([jax.tree_util.keystr(path), values.encode(leaf, place, encode)])
         flat.entries[name] = {"leaves": leaves}
 
-    def on_host(self, part: Any) -> np.ndarray | None:
-        """A shard in host memory, which is copied at once: the next step may reuse its memory."""
-        is_on_device = isinstance(part, jax.Array) and part.size > 0
-        if is_on_device and next(iter(part.devices())).platform != "cpu":
-            return None
-        return np.asarray(part)
+    def is_on_host(self, part: Any) -> bool:
+        """Whether a shard is in host memory, where the next step may reuse its memory."""
+        is_array = isinstance(part, jax.Array) and part.size > 0
+        return not is_array or next(iter(part.devices())).platform == "cpu"
 
-    def copy_from_devices(
-        self, parts: Sequence[Any], old: Sequence[Any]
-    ) -> tuple[Sequence[Any], Callable[[], object]]:
-        """Begins copies of shards to pinned host memory. JAX allocates it, and handles donation.
+    def copy_parts(self, parts: Sequence[Any]) -> tuple[Sequence[Any], Callable[[], object]]:
+        """Copies shards. JAX copies those of an accelerator to pinned memory, and handles donation.
 
         Args:
             parts: the shards.
-            old: not used.
 
         Returns:
             The copies in the order of `parts`, and a function that waits until they are complete.
         """
-        del old
-        copies = [jax.device_put(x, x.sharding.with_memory_kind(_PINNED)) for x in parts]
+        copies: list[Any] = []
+        on_host: list[tuple[np.ndarray, np.ndarray]] = []
+        for part in parts:
+            if self.is_on_host(part):
+                source = np.asarray(part)
+                copies.append(np.empty(source.shape, source.dtype))
+                on_host.append((copies[-1], source))
+            else:
+                copies.append(jax.device_put(part, part.sharding.with_memory_kind(_PINNED)))
+        copy_to_host(on_host)
         return copies, functools.partial(jax.block_until_ready, copies)
 
-    def array(self, leaf: Leaf, live: Leaf | None) -> Any:
-        """Makes the array of a copy: NumPy's, or JAX's if other processes hold a part of it.
+    def whole(self, leaf: Leaf) -> np.ndarray:
+        """The array: one process has all shards."""
+        return _assembled(leaf)
+
+    def part_of_bytes(self, data: np.ndarray, node: Mapping[str, Any]) -> np.ndarray:
+        """The array of its bytes."""
+        return data.view(node["dtype"]).reshape(node["shape"])
+
+    def arrays(self, leaves: Mapping[str, Leaf], target: Target) -> dict[str, Any]:
+        """Arrays of NumPy, or of JAX if other processes hold a part of the live array.
 
         Args:
-            leaf: the copy, whose shards are in NumPy's memory.
-            live: the leaf of the state to restore into, or None if the state has no such leaf.
+            leaves: the copies, whose shards are in NumPy's memory.
+            target: the live state.
 
         Raises:
             ValueError: other processes hold shards that this process needs for the live sharding.
         """
-        return _array(leaf, live.layout if live is not None else None)
+        live = target.flat.leaves
+        return {
+            name: _array(leaf, live[name].layout if name in live else None)
+            for name, leaf in leaves.items()
+        }
 
     def decode_array(self, node: Mapping[str, Any], array: Any, live: Leaf | None) -> Any:
         """Makes what the program has saved from the array that the checkpoint holds.
@@ -174,14 +185,6 @@ class JaxFormat(ArrayFormat):
         _wait_for_no_signals()
         return ocp.PyTreeCheckpointHandler(use_compression=False)
 
-    def write_small(self, flat: FlatState, path: Path) -> None:
-        """Writes whole arrays as a file of safetensors."""
-        save_file({name: _assembled(leaf) for name, leaf in flat.leaves.items()}, path)
-
-    def array_of_bytes(self, data: np.ndarray, node: Mapping[str, Any]) -> np.ndarray:
-        """A fresh array of the bytes in such a file, uint8 (n,)."""
-        return data.view(node["dtype"]).reshape(node["shape"]).copy()
-
     def write_large(self, flat: FlatState, folder: Path) -> None:
         """Writes the shards of this process. All processes call this method together.
 
@@ -213,7 +216,7 @@ class JaxFormat(ArrayFormat):
             run_on_each(self._ranks, save)
             if self._ranks.rank == 0:  # after all processes have written
                 self._handler.finalize(item)
-                files.write_new(folder / "_CHECKPOINT_METADATA", b"{}")
+                (folder / "_CHECKPOINT_METADATA").write_bytes(b"{}")
 
     def _check_equal(self, flat: FlatState) -> None:
         """Raises StoreError unless arrays that do not span processes are equal in all processes."""
@@ -487,7 +490,7 @@ class OrbaxStore(_JaxStore):
 
     Args:
         root: directory for only this run's checkpoints, the same for all processes. Created if it
-            does not exist.
+            does not exist. A list of directories gets each checkpoint in all of them.
         in_memory: copies to keep in host memory too, for fast rollbacks, or None for no copies.
 
     Raises:
@@ -496,7 +499,7 @@ class OrbaxStore(_JaxStore):
 
     root: Path
 
-    def __init__(self, root: str | os.PathLike[str], *, in_memory: Keep | None = None) -> None:
+    def __init__(self, root: Roots, *, in_memory: Keep | None = None) -> None:
         ranks = None
         if jax.process_count() > 1:
             ranks = CoordinatedRanks()

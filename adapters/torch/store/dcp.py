@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -19,10 +17,17 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from healcore.runtime.store.array_format import ArrayFormat, FlatState, Leaf, Target, raw
+from healcore.runtime.store.array_format import (
+    ArrayFormat,
+    FlatState,
+    Leaf,
+    Target,
+    copy_to_host,
+    raw,
+)
 from healcore.runtime.store.checkpoints import IN_MEMORY, Keep
 from healcore.runtime.store.ranks import Alone, Ranks, run_on_each
-from healcore.runtime.store.store import CheckpointStore
+from healcore.runtime.store.store import CheckpointStore, Roots
 from healcore.torch.checkpoint_reader import read_index, read_tensors
 from healcore.torch.gradients import parameters
 from healcore.torch.live_state import identities
@@ -63,6 +68,7 @@ class DCPStore(CheckpointStore):
 
     Args:
         root: directory for this run's checkpoints only, the same for all ranks; created if needed.
+            A list of directories gets each checkpoint in all of them.
         in_memory: copies to keep in host memory too, for fast rollbacks, or None for no copies.
         ranks: the ranks that save together, `Alone()` for this rank, or None for all ranks of the
             program. All of these ranks have to create the store.
@@ -75,7 +81,7 @@ class DCPStore(CheckpointStore):
 
     def __init__(
         self,
-        root: str | os.PathLike[str],
+        root: Roots,
         *,
         in_memory: Keep | None = None,
         ranks: Ranks | None = None,
@@ -88,11 +94,12 @@ class DCPStore(CheckpointStore):
 class TorchFormat(ArrayFormat):
     """Copies torch states, and writes and reads their arrays with DCP.
 
+    In host memory a leaf has one part, at "": the bytes of this process's part of the tensor, uint8
+    (*shape, bytes of an element). The layout is the DTensorSpec of a DTensor, or None.
+
     Args:
         ranks: the ranks that save together.
     """
-
-    name = "dcp"
 
     def __init__(self, ranks: Ranks | None = None) -> None:
         self._ranks = ranks or Alone()
@@ -134,63 +141,66 @@ class TorchFormat(ArrayFormat):
         """
         add_entry(flat, name, value, self._ranks.rank)
 
-    def on_host(self, part: Tensor) -> np.ndarray | None:
-        """The bytes of a dense tensor in host memory, uint8 (n,)."""
-        if part.device.type != "cpu":
-            return None
-        # Rejected: copy_, whose threads wait for each other after every tensor. While a data loader
-        # uses their cores, the wait takes ten times as long as the copy.
-        # Rejected: numpy(), after which the program cannot resize the tensor's storage.
-        return np.from_dlpack(_bytes(part))
-
-    def copy_from_devices(
-        self, parts: Sequence[Tensor], old: Sequence[np.ndarray | None]
+    def copy_parts(
+        self, parts: Sequence[Tensor]
     ) -> tuple[Sequence[np.ndarray], Callable[[], object]]:
         """Copies the bytes of tensors. From CUDA they go to pinned memory, in stream order.
 
         Args:
-            parts: dense tensors.
-            old: memory of earlier copies that are no longer needed.
+            parts: tensors, of any strides.
 
         Returns:
-            A uint8 array of shape (n,) for each part, and a function that waits until the copies
-            from CUDA are complete.
+            A uint8 array for each part, and a function that waits until the copies from CUDA are
+            complete.
         """
         copies: list[np.ndarray] = []
-        for part, memory in zip(parts, old, strict=True):
-            if memory is None:  # page-locked, so that the program continues during the copy
-                pinned = torch.empty(part.nbytes, dtype=torch.uint8, pin_memory=part.is_cuda)
-                memory = pinned.numpy()
-            torch.from_numpy(memory).copy_(_bytes(part), non_blocking=part.is_cuda)
-            copies.append(memory)
+        on_host: list[tuple[np.ndarray, np.ndarray]] = []
+        for part in parts:
+            source = part.unsqueeze(-1).view(torch.uint8)
+            # Page-locked for CUDA, so that the program continues during the copy.
+            memory = torch.empty(source.shape, dtype=torch.uint8, pin_memory=part.is_cuda)
+            copies.append(memory.numpy())
+            if part.device.type == "cpu":
+                # Rejected: copy_, whose threads wait for each other after every tensor. While a
+                # data loader uses their cores, the wait takes ten times as long as the copy.
+                # Rejected: numpy(), after which the program cannot resize the tensor's storage.
+                on_host.append((copies[-1], np.from_dlpack(source)))
+            else:
+                memory.copy_(source, non_blocking=part.is_cuda)
+        copy_to_host(on_host)
         devices = {part.device for part in parts if part.is_cuda}
         events = [torch.cuda.current_stream(device).record_event() for device in devices]
+        return copies, lambda: [event.synchronize() for event in events]
 
-        def wait() -> None:
-            for event in events:
-                event.synchronize()
+    def whole(self, leaf: Leaf) -> np.ndarray | None:
+        """The bytes of a whole tensor, or None for a DTensor."""
+        return leaf.parts[""] if leaf.layout is None else None
 
-        return copies, wait
+    def part_of_bytes(self, data: np.ndarray, node: Mapping[str, Any]) -> np.ndarray:
+        """The bytes of a tensor with its shape."""
+        return data.reshape(*node["shape"], DTYPES[node["dtype"]].itemsize)
 
-    def array(self, leaf: Leaf, live: Leaf | None) -> Tensor:
-        """The tensor, or a DTensor whose part is on the device of the live part.
+    def arrays(self, leaves: Mapping[str, Leaf], target: Target) -> dict[str, Tensor]:
+        """Tensors, or DTensors whose parts are on the device of the live parts.
 
         Args:
-            leaf: the bytes of the tensor, with its layout.
-            live: the leaf of the live state with this name, or None.
-
-        Returns:
-            A view of the bytes; a copy for a DTensor on an accelerator.
+            leaves: the bytes of the tensors.
+            target: the live state. A whole tensor is sharded like its live tensor.
         """
-        dense = leaf.layout.dense
-        part = torch.from_numpy(raw(leaf.parts[""])).view(dense.dtype)
-        part = part.as_strided(dense.shape, dense.stride())
-        if leaf.layout.spec is None:
-            return part
-        # Rejected: DTensor.from_local, which moves the part to the mesh's device.
-        if live is not None:
-            part = part.to(live.parts[""].device)
-        return DTensor(part, leaf.layout.spec, requires_grad=False)
+        sharded = _sharded(target)
+        arrays: dict[str, Tensor] = {}
+        for name, leaf in leaves.items():
+            array, live = _tensor(leaf), target.flat.leaves.get(name)
+            if isinstance(array, DTensor):
+                # Rejected: DTensor.from_local, which moves the part to the mesh's device.
+                part = array.to_local()
+                device = part.device if live is None else live.parts[""].device
+                array = DTensor(part.to(device), leaf.layout, requires_grad=False)
+            elif name in sharded:
+                mesh, places = sharded[name].device_mesh, sharded[name].placements
+                array = distribute_tensor(array, mesh, places, src_data_rank=None)
+            arrays[name] = array
+        return arrays
 
     def decode_array(self, node: Mapping[str, Any], array: Tensor, live: Leaf | None) -> Any:
         """A tensor on its live device, with the strides that it had, or a NumPy array.
@@ -211,30 +221,6 @@ class TorchFormat(ArrayFormat):
             array = array.to(live.parts[""].device)
         return array
 
-    def is_whole(self, leaf: Leaf) -> bool:
-        """Whether this process has all of a tensor."""
-        return leaf.layout.spec is None
-
-    def write_small(self, flat: FlatState, path: Path) -> None:
-        """Writes whole tensors as a file of safetensors."""
-        leaves = flat.leaves.items()
-        save_file({name: self.array(leaf, None).contiguous() for name, leaf in leaves}, path)
-
-    def array_of_bytes(self, data: np.ndarray, node: Mapping[str, Any]) -> Tensor:
-        """A fresh tensor of the bytes in such a file, uint8 (n,)."""
-        array = torch.empty(node["shape"], dtype=DTYPES[node["dtype"]])
-        np.copyto(array.reshape(-1).view(torch.uint8).numpy(), data)
-        return array
-
-    def read_small(self, folder: Path, target: Target) -> dict[str, Tensor] | None:
-        """See `ArrayFormat.read_small`. Tensors are sharded like the live tensors."""
-        arrays = super().read_small(folder, target)
-        if arrays is not None:
-            for name, like in _sharded(target).items():
-                mesh, places = like.device_mesh, like.placements
-                arrays[name] = distribute_tensor(arrays[name], mesh, places, src_data_rank=None)
-        return arrays
-
     def write_large(self, flat: FlatState, folder: Path) -> None:
         """Writes the tensors with DCP; the store synchronizes all files at the end.
 
@@ -245,7 +231,7 @@ class TorchFormat(ArrayFormat):
         Raises:
             Exception: what a rank has raised, usually an OSError with its error number.
         """
-        tensors = {name: self.array(leaf, None) for name, leaf in flat.leaves.items()}
+        tensors = {name: _tensor(leaf) for name, leaf in flat.leaves.items()}
         writer = FileSystemWriter(folder, sync_files=False)
         # Of arrays that several ranks have, the lowest rank's is written. The buffers of a layer
         # may differ, and DistributedDataParallel sends those of its first rank to all ranks.
@@ -285,9 +271,11 @@ class TorchFormat(ArrayFormat):
         return arrays
 
 
-def _bytes(dense: Tensor) -> Tensor:
-    """The bytes of a dense tensor, uint8 (n,), on its device."""
-    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+def _tensor(leaf: Leaf) -> Tensor:
+    """The tensor or DTensor of a leaf in host memory."""
+    memory = leaf.parts[""]
+    part = torch.from_numpy(raw(memory)).view(DTYPES[leaf.dtype]).reshape(memory.shape[:-1])
+    return part if leaf.layout is None else DTensor(part, leaf.layout, requires_grad=False)
 
 
 def _sharded(target: Target) -> dict[str, DTensor]:
@@ -306,8 +294,8 @@ def _sharded(target: Target) -> dict[str, DTensor]:
     for name, node in target.arrays.items():
         leaf = target.flat.leaves.get(name)
         like = params.get(name.rpartition(".")[0])
-        if leaf is not None and leaf.layout.spec is not None:
-            like = DTensor(leaf.parts[""], leaf.layout.spec, requires_grad=False)
+        if leaf is not None and leaf.layout is not None:
+            like = DTensor(leaf.parts[""], leaf.layout, requires_grad=False)
         if isinstance(like, DTensor) and node["shape"] == list(like.shape):
             sharded[name] = like
     return sharded

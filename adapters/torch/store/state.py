@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,24 +26,11 @@ DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if type
 """Name in files, such as "float32", -> dtype."""
 
 
-class Layout(NamedTuple):
-    """How the bytes of a leaf make a tensor.
-
-    Attributes:
-        dense: a tensor without memory (on the device "meta"), with the dtype, the shape and the
-            dense strides of this process's part.
-        spec: the DTensorSpec (mesh, placements, whole shape) of a DTensor, or None for a tensor.
-    """
-
-    dense: Tensor
-    spec: Any = None
-
-
 def add_entry(flat: FlatState, name: str, value: Any, rank: int) -> None:
     """Adds the entry of a value of the state to `flat`, and its arrays.
 
-    The part of a leaf, at "", is a plain dense tensor on any device: the tensor, or the local part
-    of a DTensor. Only a tensor with gaps, such as a slice, is copied.
+    The part of a leaf, at "", is a plain tensor on any device: the tensor, or the local part of a
+    DTensor.
 
     Writers assume that arrays of one name are equal on every rank. So arrays of an object with
     ``per_rank = True`` (a data loader) have the rank in their names. A generator that is itself a
@@ -113,7 +100,7 @@ def _state_dict(value: Any) -> Any:
 
 
 def _local_part(path: values.Path, value: Tensor) -> Tensor:
-    """The plain dense tensor with the values of a tensor in this process."""
+    """The plain tensor with the values of a tensor in this process."""
     local: Any = value
     if hasattr(value, "_spec"):
         local = local.to_local()
@@ -131,14 +118,12 @@ def _add_tensor(
     flat: FlatState, path: values.Path, value: Tensor, local: Tensor, kind: str
 ) -> values.Node:
     """Adds a tensor, of which `local` is the part of this process, as a leaf."""
-    dense = torch.empty_like(local, device="meta")
-    if local.stride() != dense.stride():
-        local = local.clone()
-    layout = Layout(dense, getattr(value, "_spec", None))
-    dtype = str(value.dtype).removeprefix("torch.")
-    node = flat.add(path, kind, dtype, value.shape, {"": local}, layout)
-    if layout.spec is None and not dense.is_contiguous():  # products round differently
-        node["strides"] = list(dense.stride())
+    spec, dtype = getattr(value, "_spec", None), str(value.dtype).removeprefix("torch.")
+    node = flat.add(path, kind, dtype, value.shape, {"": local}, spec)
+    if spec is None and not local.is_contiguous():
+        dense = torch.empty_like(local, device="meta")  # without the gaps of a slice
+        if not dense.is_contiguous():  # products round differently
+            node["strides"] = list(dense.stride())
     return {"array": node}
 
 

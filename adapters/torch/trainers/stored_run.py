@@ -22,43 +22,28 @@ def newest_step(store: Any) -> int | None:
     Returns:
         The number of optimizer steps, or None without a complete checkpoint.
     """
-    if isinstance(store, list | tuple):
-        steps = [newest_step(each) for each in store]
-        return max((step for step in steps if step is not None), default=None)
-    if isinstance(store, CheckpointStore):
-        return max((each.step for each in store.checkpoints()), default=None)
-    if isinstance(store, str | os.PathLike) and Path(store).is_dir():
-        return max(scan(Path(store)).complete, default=None)
-    return None
+    return max(_saves(store), default=None)
 
 
 def newest_settings(store: Any) -> Mapping[str, Any]:
     """The settings of the run in a store: `RunRecord.settings` of its newest complete checkpoint.
 
     Args:
-        store: the argument `store` of a trainer's callback. From a list, the place with the newest
-            checkpoint is read.
+        store: the argument `store` of a trainer's callback.
 
     Returns:
         Name -> value; empty without a complete checkpoint in a directory.
     """
-    if isinstance(store, list | tuple):
-        store = max(store, key=_newest_step_or_before)
-    root = store
+    saves = _saves(store)
+    record = saves[max(saves)] if saves else None
+    return (record or {}).get("settings", {})
+
+
+def _saves(store: Any) -> Mapping[int, Mapping[str, Any] | None]:
+    """Step -> record of each complete checkpoint of a `store` argument."""
     if isinstance(store, CheckpointStore):
-        root = store.root
-    if not isinstance(root, str | os.PathLike) or not Path(root).is_dir():
-        return {}
-    found = scan(Path(root))
-    newest = max(found.complete, default=None)
-    if newest is None:
-        return {}
-    return found.records.get(newest, {}).get("settings", {})
-
-
-def _newest_step_or_before(store: Any) -> int:
-    """The result of `newest_step`, with -1 for None."""
-    step = newest_step(store)
-    if step is None:
-        return -1
-    return step
+        return {**{each.step: None for each in store.checkpoints()}, **store.records()}
+    places = store if isinstance(store, list | tuple) else (store,)
+    paths = [Path(each) for each in places if isinstance(each, str | os.PathLike)]
+    found, _ = scan(*(each for each in paths if each.is_dir()))
+    return {step: first.manifest.record for step, (first, *_) in found.items()}

@@ -46,8 +46,7 @@ from healcore.runtime.run.witness.witness import Witness
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.checkpoints import StoreError
 from healcore.runtime.store.claim import Claim
-from healcore.runtime.store.places import StorePlace, joined
-from healcore.runtime.store.ranks import Ranks, run_on_first
+from healcore.runtime.store.ranks import Ranks
 from healcore.runtime.store.store import CheckpointStore
 
 
@@ -147,7 +146,13 @@ class Run:
         return self.record.journal
 
 
-def construct(options: Options, driver: Driver, ranks: Ranks, claims: Sequence[Claim]) -> Run:
+def construct(
+    options: Options,
+    driver: Driver,
+    ranks: Ranks,
+    store: CheckpointStore,
+    claims: Sequence[Claim],
+) -> Run:
     """Makes a run with all of its parts, in the order of the fields of `Run`.
 
     No part does anything while it is made. `open_run` then resumes from a checkpoint.
@@ -156,16 +161,16 @@ def construct(options: Options, driver: Driver, ranks: Ranks, claims: Sequence[C
         options: the arguments of `Healer`.
         driver: the framework, attached to the optimizers.
         ranks: the processes of the run.
+        store: the checkpoints.
         claims: the locks of the store's directories.
 
     Returns:
         The run. Nothing is restored and nothing is logged yet.
 
     Raises:
-        StoreError: the store, or a file of events or metrics, cannot be opened.
+        StoreError: a file of events or metrics cannot be opened.
     """
     policy, record = options.policy, RunRecord()
-    store = _open_store(options.store, driver, ranks)
     store.nonfinite_ok += tuple(options.checkpoints.nonfinite_ok)
     run = Run(
         policy=policy,
@@ -202,17 +207,6 @@ def construct(options: Options, driver: Driver, ranks: Ranks, claims: Sequence[C
     run.out_of_memory = OutOfMemory(run)
     run.loop = Loop(run, StructureChanges(run), has_trainer=bool(of_trainer))
     return run
-
-
-def _open_store(
-    given: StorePlace | tuple[StorePlace, ...] | None, driver: Driver, ranks: Ranks
-) -> CheckpointStore:
-    """The store of the run. Several stores are written as one, in the order given."""
-    if isinstance(given, tuple):
-        store = joined([_open_store(each, driver, ranks) for each in given])
-        run_on_first(ranks, store.check_run)
-        return store
-    return given if isinstance(given, CheckpointStore) else driver.store(given)
 
 
 def _open_log(options: Options, store: CheckpointStore, ranks: Ranks) -> RunLog:

@@ -14,6 +14,8 @@ What fails before that leaves nothing behind: the claims are released and the dr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +37,8 @@ from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.checkpoints import CheckpointInfo, NoGoodCheckpoint, StoreError
 from healcore.runtime.store.claim import Claim
-from healcore.runtime.store.files import make_directory
-from healcore.runtime.store.manifest import sweep
-from healcore.runtime.store.places import StorePlace
-from healcore.runtime.store.ranks import RankFailed, Ranks, broadcast, run_on_first
+from healcore.runtime.store.manifest import scan, sweep
+from healcore.runtime.store.ranks import Ranks, broadcast, run_on_first
 from healcore.runtime.store.store import CheckpointStore
 
 
@@ -71,10 +71,12 @@ def open_run(options: Options) -> Run:
         _check_moments(options.policy, driver)
         ranks = driver.ranks()
         _check_same_arguments(options, ranks)
-        places = options.store if isinstance(options.store, tuple) else (options.store,)
-        warnings = [_claim(each, ranks, claims) for each in places]
-        run = construct(options, driver, ranks, claims)
-        _start(run, options, [each for each in warnings if each is not None])
+        store = options.store
+        if not isinstance(store, CheckpointStore):
+            store = driver.store(store)
+        warnings = run_on_first(ranks, partial(_claim, store, claims))
+        run = construct(options, driver, ranks, store, claims)
+        _start(run, options, warnings)
         count_run()
     except BaseException:
         for each in claims:
@@ -115,34 +117,28 @@ def _check_same_arguments(options: Options, ranks: Ranks) -> None:
             )
 
 
-def _claim(given: StorePlace | None, ranks: Ranks, claims: list[Claim]) -> str | None:
-    """Claims a store's directory for this run, and removes partial files of killed processes.
+def _claim(store: CheckpointStore, claims: list[Claim]) -> list[str]:
+    """Claims the directories of a store for this run, and removes files of killed processes.
 
-    Adds the claim to `claims`. Returns a warning for the log, or None. Raises StoreInUse if another
-    run is using the directory.
+    Adds each claim to `claims`. Returns warnings for the log. Raises StoreInUse if another run is
+    using a directory, and StoreError if two directories have checkpoints of different runs: a
+    restore would mix them, and a save would delete some.
     """
-    if given is None:
-        return None
-    folder = given.root if isinstance(given, CheckpointStore) else Path(given)
-    if folder is None:
-        return None
-
-    def take() -> str | None:
-        make_directory(folder)
-        own_claim = Claim(folder)
-        claims.append(own_claim)
-        if isinstance(given, CheckpointStore):
-            # Waits for saves in progress, whose temporary files `sweep` would delete.
-            given.join()
-        sweep(folder)
-        return own_claim.warning
-
-    try:
-        return run_on_first(ranks, take)
-    except RankFailed:
-        raise  # all ranks fail together
-    except OSError:
-        return None  # the store raises a better message
+    store.join()  # `sweep` would delete the temporary files of a save in progress
+    runs: dict[str, Path] = {}
+    for root in store.roots:
+        claims.append(Claim(root))
+        sweep(root)
+        with suppress(StoreError):  # the first listing reports it
+            for first, *_ in scan(root)[0].values():
+                runs.setdefault(str((first.manifest.record or {}).get("run")), root)
+    if len(runs) > 1:
+        named = ", ".join(f"{root} has run {run}" for run, root in runs.items())
+        raise StoreError(
+            f"the directories of a list are of one run, and here {named}: nothing was read. "
+            "Pass the directories of one run, or an empty directory in place of the other"
+        )
+    return [each.warning for each in claims if each.warning]
 
 
 def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:

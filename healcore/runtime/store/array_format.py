@@ -6,24 +6,25 @@
                                                                            └── write (directory)
 
     saved entries ── match ──► Target ── read ──► arrays ── assemble ──► state for `Driver.load`
-    live state ─────────┘      (from a directory, or `from_memory`)
+    live state ─────────┘      (from a directory, or from a copy in memory)
 
 Everything that does not depend on the framework is in the base class. A new format implements the
 abstract methods.
 
 DCP and Orbax make several files and threads for each checkpoint. For a state of kilobytes that
 takes more of the processor than all the rest of a save. So the arrays of such a state are one file
-of safetensors in their place, which the library writes and reads:
+of safetensors in their place:
 
     safetensors.torch.load_file("step-0000000140.1/data/arrays.safetensors")["model.0.weight"]
+
+Read, the arrays of this file are the leaves of a copy in memory, and are restored like one.
 """
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,24 +34,22 @@ import safetensors
 
 from healcore import regular_file
 from healcore.runtime.store import values
-from healcore.runtime.store.checkpoints import (
-    AttemptHistory,
-    SaveFailed,
-    StateMismatch,
-    StoreError,
-)
-from healcore.runtime.store.files import map_in_threads, seal, unseal
+from healcore.runtime.store.checkpoints import StateMismatch, StoreError
+from healcore.runtime.store.files import map_in_threads
 
 Entries = Mapping[str, Mapping[str, Any]]
 """Name in the state -> structure. In torch: {"tree": node} with "stateful" and "per_rank", and
 "identity" (part -> text that must be equal) for optimizers and schedulers. In JAX: {"tree": node}
 for an object with `state_dict`, {"leaves": [[path, node], …]} for a pytree."""
-Record = Mapping[str, Any]
-"""The record of a run, JSON-safe."""
 SMALL_FILE = "arrays.safetensors"
 """Name of the file of a small state in the directory of the arrays."""
 _MAX_SMALL_FILE = 1 << 28
 """Largest size of such a file that is read, with the names of the arrays."""
+_SMALL_DTYPES = frozenset({
+    "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16",
+    "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2",
+})  # fmt: skip
+"""Dtypes in such a file: those that each version of safetensors reads and writes."""
 _PIECE_BYTES = 1 << 19
 """Size of a piece in bytes. It stays in a core's cache, so a second read of it costs no memory
 bandwidth."""
@@ -85,9 +84,8 @@ class Leaf:
     shape: tuple[int, ...]
     """Shape of the whole array."""
     parts: dict[Any, Any]
-    """Place of a part in its array -> the part in this process, an array of the framework or of
-    NumPy with `shape`, `dtype` and `nbytes`. A whole array has one part. The format chooses what a
-    place is."""
+    """Place of a part in its array -> the part in this process, an array of the framework, or of
+    the host with `nbytes`. A whole array has one part. The format chooses what a place is."""
     layout: Any = None
     """The framework's description of the sharding."""
 
@@ -107,11 +105,13 @@ class FlatState:
         self.treedefs: dict[str, Any] = {}
         """Name -> PyTreeDef in JAX. It is not saved: a restore uses the structure of the live
         pytrees."""
+        self.wait: Callable[[], object] = bool
+        """Waits for the copies of the arrays from an accelerator, which are asynchronous."""
 
     @property
-    def parts(self) -> list[Any]:
-        """The parts of all arrays, in order."""
-        return [part for leaf in self.leaves.values() for part in leaf.parts.values()]
+    def nbytes(self) -> int:
+        """Bytes of the parts of all arrays in this process."""
+        return sum(part.nbytes for leaf in self.leaves.values() for part in leaf.parts.values())
 
     def add(
         self,
@@ -145,50 +145,6 @@ class FlatState:
         return {"name": name, "kind": kind, "dtype": dtype, "shape": list(shape)}
 
 
-@dataclass(eq=False)
-class HostCopy:
-    """A copy of the state after one step in host memory.
-
-    The training changes its arrays at the next step, while the copy is inspected and written in the
-    background. So a save costs the training only the time of one copy:
-
-        training    step ── copy ── step ── step ── step ── ...
-                             │
-        background           └── inspect ── keep in memory ── write to the directory
-    """
-
-    step: int
-    """Number of optimizer steps that the state has had."""
-    flat: FlatState
-    """The state, with its arrays in host memory."""
-    copied: Callable[[], object]
-    """Waits for the copies from an accelerator, which are asynchronous."""
-    record: bytes | None
-    """The sealed record of the run, or None."""
-    history: AttemptHistory
-    """The attempts in the record."""
-    attempt: int
-    """Number of the attempt that saves the state, from 1."""
-    created: float = field(default_factory=time.time)
-    """Wall-clock seconds since 1970."""
-    nonfinite: tuple[str, ...] = ()
-    """Names of the arrays with NaN or Inf on any rank, allowed or not."""
-    is_inspected: bool = False
-    """Whether these names are known."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of host memory held."""
-        return sum(part.nbytes for part in self.flat.parts)
-
-    @property
-    def unsealed_record(self) -> dict[str, Any] | None:
-        """A fresh copy of the record, or None without one."""
-        if self.record is None:
-            return None
-        return unseal(self.record)
-
-
 class Target(NamedTuple):
     """Saved entries, and the live values that they are restored into.
 
@@ -211,25 +167,13 @@ class Target(NamedTuple):
 
 
 class ArrayFormat(ABC):
-    """Copies, writes and reads the arrays of a framework.
+    """Copies, writes and reads the arrays of a framework."""
 
-    The memory of a released copy is reused for the next copy: the first touch of every page of
-    fresh memory makes a copy up to three times slower.
-    """
-
-    name: str
-    """Format of the files: stores of a list have the same."""
     small_bytes: int = 16 << 20
     """Largest size of a state whose arrays one process saves as one file; -1 for never. Above it
     the fixed cost of DCP and Orbax is small compared with the copying."""
-    small_dtypes: frozenset[str] = frozenset({
-        "bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32",
-        "float64", "float8_e4m3fn", "float8_e5m2",
-    })  # fmt: skip
-    """Dtypes in such a file: those that each version of safetensors reads and writes."""
     world: int = 1
     """Number of ranks that save together."""
-    _spare: FlatState | None = None
 
     @abstractmethod
     def add(self, flat: FlatState, name: str, value: Any) -> None:
@@ -245,30 +189,34 @@ class ArrayFormat(ABC):
         """
 
     @abstractmethod
-    def on_host(self, part: Any) -> np.ndarray | None:
-        """A view of a part in host memory, of any shape, or None for a part on a device."""
-
-    @abstractmethod
-    def copy_from_devices(
-        self, parts: Sequence[Any], old: Sequence[Any]
-    ) -> tuple[Sequence[Any], Callable[[], object]]:
-        """Begins copies of parts to host memory.
+    def copy_parts(self, parts: Sequence[Any]) -> tuple[Sequence[Any], Callable[[], object]]:
+        """Copies parts to host memory, or begins to if they are on an accelerator.
 
         Args:
-            parts: parts on devices.
-            old: for each an old copy that is not needed any more and may be overwritten, or None.
+            parts: the live parts.
 
         Returns:
             The copies in the order of `parts`, and a function that waits for them.
         """
 
     @abstractmethod
-    def array(self, leaf: Leaf, live: Leaf | None) -> Any:
-        """The framework's array of a leaf in host memory.
+    def whole(self, leaf: Leaf) -> np.ndarray | None:
+        """The array of a copy in the order of its elements, or None for a part of an array."""
+
+    @abstractmethod
+    def part_of_bytes(self, data: np.ndarray, node: Mapping[str, Any]) -> np.ndarray:
+        """A part in host memory of the bytes of a whole array, uint8 (n,).
+
+        Raises ValueError if their number is another one.
+        """
+
+    @abstractmethod
+    def arrays(self, leaves: Mapping[str, Leaf], target: Target) -> dict[str, Any]:
+        """The framework's arrays of leaves in host memory.
 
         Args:
-            leaf: the array. Its memory is fresh, so the result may use it.
-            live: the live array, which gives sharding and device, or None if there is none.
+            leaves: name -> leaf. Their memory is fresh, so the result may use it.
+            target: the live state, which gives shardings and devices.
         """
 
     @abstractmethod
@@ -280,14 +228,6 @@ class ArrayFormat(ABC):
             array: the array that was read.
             live: the live array, which gives the device. None if `load_state_dict` moves the value.
         """
-
-    @abstractmethod
-    def write_small(self, flat: FlatState, path: Path) -> None:
-        """Writes whole arrays as a file of safetensors."""
-
-    @abstractmethod
-    def array_of_bytes(self, data: np.ndarray, node: Mapping[str, Any]) -> Any:
-        """A fresh array of the bytes in such a file, uint8 (n,). Raises ValueError for others."""
 
     @abstractmethod
     def write_large(self, flat: FlatState, folder: Path) -> None:
@@ -333,100 +273,47 @@ class ArrayFormat(ABC):
             self.add(flat, name, value)
         return flat
 
-    def copy(self, step: int, state: Mapping[str, Any], record: Record | None) -> HostCopy:
-        """Copies a state to host memory, in the memory of the last released copy if that fits.
-
-        The copies from an accelerator are still running when it returns; `inspect` waits for them.
-        See `CheckpointStore.save` for the arguments and errors.
-        """
-        if not hasattr(step, "__index__") or int(step) < 0:
-            raise StoreError(f"step is a whole number >= 0, not {step!r}: pass the optimizer step")
-        step = int(step)
-        sealed = None if record is None else sealed_record(record)
-        try:
-            flat = self.flatten(state)
-            copied = self._copy_leaves(flat)
-        except StoreError:
-            raise
-        except Exception as error:
-            raise SaveFailed(step, "while copying the state", error) from error
-        history = AttemptHistory.of(record)
-        return HostCopy(step, flat, copied, sealed, history, max(1, len(history.starts)))
-
-    def _copy_leaves(self, flat: FlatState) -> Callable[[], object]:
-        """Replaces the arrays by copies in host memory. Returns a function that waits for them."""
-        spare, self._spare = self._spare, None
-        old = iter(spare.parts if spare else ())
-        on_host: list[tuple[np.ndarray, np.ndarray]] = []
-        on_devices: list[tuple[Leaf, Any, Any]] = []
-        for leaf in flat.leaves.values():
-            for place, part in leaf.parts.items():
-                # Part by part: the written rows of a replay buffer grow, and the weights do not.
-                memory = next(old, None)
-                if memory is not None and memory.nbytes != part.nbytes:
-                    memory = None
-                source = self.on_host(part)
-                if source is None:
-                    on_devices.append((leaf, place, memory))
-                    continue
-                if not isinstance(memory, np.ndarray):
-                    memory = np.empty(source.nbytes, np.uint8)
-                leaf.parts[place] = raw(memory).view(source.dtype).reshape(source.shape)
-                on_host.append((leaf.parts[place], source))
-        nbytes = sum(source.nbytes for _, source in on_host)
-        map_in_threads(lambda pair: np.copyto(*pair), on_host, nbytes)
-        parts = [leaf.parts[place] for leaf, place, _ in on_devices]
-        copies, copied = self.copy_from_devices(parts, [memory for *_, memory in on_devices])
-        for (leaf, place, _), copy in zip(on_devices, copies, strict=True):
-            leaf.parts[place] = copy
-        return copied
-
-    def release(self, flat: FlatState) -> None:
-        """Makes the memory of a copy available to the next copy. The copy is not used any more."""
-        self._spare = flat
-
-    def inspect(self, copy: HostCopy) -> tuple[str, ...]:
-        """The names of the arrays of a copy with NaN or Inf, allowed or not.
-
-        Waits for the copies from an accelerator first.
-        """
-        copy.copied()
-        return _nonfinite(copy.flat)
-
-    def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Names of the arrays in a state that hold NaN or Inf, allowed or not.
+    def copied(self, state: Mapping[str, Any]) -> FlatState:
+        """A state with its arrays in host memory, once its `wait` has returned.
 
         Args:
             state: name -> value.
+
+        Raises:
+            StoreError: see `flatten`.
         """
         flat = self.flatten(state)
-        self._copy_leaves(flat)()
-        self.release(flat)  # the next save reuses it
-        return _nonfinite(flat)
+        leaves = flat.leaves.values()
+        copies, flat.wait = self.copy_parts([x for leaf in leaves for x in leaf.parts.values()])
+        remaining = iter(copies)
+        for leaf in leaves:
+            leaf.parts = {place: next(remaining) for place in leaf.parts}
+        return flat
 
-    def write(self, copy: HostCopy, folder: Path) -> None:
-        """Writes the arrays of an inspected copy. Runs in the background, on every rank.
+    def write(self, flat: FlatState, folder: Path) -> None:
+        """Writes the arrays of a copy. Runs in the background, on every rank.
 
         Args:
-            copy: the copy.
+            flat: the state in host memory.
             folder: a directory that does not exist yet. All ranks write below it.
         """
-        is_small = self.world == 1 and copy.nbytes <= self.small_bytes
-        for leaf in copy.flat.leaves.values():
-            # The key of the metadata is no name of an array, and JSON holds no half of a surrogate
-            # pair. An array with other strides is converted, and a part of one is no array.
-            is_small = is_small and leaf.dtype in self.small_dtypes and self.is_whole(leaf)
-            is_small = is_small and leaf.name.isascii() and leaf.name != "__metadata__"
-        if is_small:
-            folder.mkdir()
-            self.write_small(copy.flat, folder / SMALL_FILE)
-        else:
-            self.write_large(copy.flat, folder)
+        leaves = flat.leaves.values()
+        is_small = self.world == 1 and flat.nbytes <= self.small_bytes
+        if not is_small or not all(map(self._fits_small_file, leaves)):
+            self.write_large(flat, folder)
+            return
+        folder.mkdir()
+        small: dict[str, Any] = {}
+        for leaf in leaves:
+            data = raw(self.whole(leaf)).tobytes()
+            small[leaf.name] = {"dtype": leaf.dtype, "shape": leaf.shape, "data": data}
+        safetensors.serialize_file(small, folder / SMALL_FILE)
 
-    def is_whole(self, leaf: Leaf) -> bool:
-        """Whether this process has all of an array."""
-        del leaf
-        return True
+    def _fits_small_file(self, leaf: Leaf) -> bool:
+        """Whether a small file can hold an array."""
+        # The key of the metadata is no name of an array. JSON holds no half of a surrogate pair.
+        is_named = leaf.name.isascii() and leaf.name != "__metadata__"
+        return is_named and leaf.dtype in _SMALL_DTYPES and self.whole(leaf) is not None
 
     # -- a restore --------------------------------------------------------------------------------
 
@@ -462,8 +349,26 @@ class ArrayFormat(ABC):
             raise StateMismatch(step, wrong)
         return Target({name: saved[name] for name in live}, live, flat)
 
-    def read_small(self, folder: Path, target: Target) -> dict[str, Any] | None:
-        """The arrays of a small file, by name. None for a folder without such a file.
+    def from_host(self, leaves: Mapping[str, Leaf], target: Target) -> dict[str, Any]:
+        """The arrays of leaves in fresh memory: the leaves stay, and may be restored again.
+
+        Args:
+            leaves: name -> leaf in host memory, which is not changed.
+            target: result of `match`.
+
+        Returns:
+            Name -> array, for each of `target.arrays`.
+        """
+
+        def fresh(name: str) -> Leaf:
+            parts = leaves[name].parts.items()
+            return replace(leaves[name], parts={at: np.array(x, order="C") for at, x in parts})
+
+        copies = map_in_threads(fresh, [*target.arrays], target.flat.nbytes)
+        return self.arrays({leaf.name: leaf for leaf in copies}, target)
+
+    def small_leaves(self, folder: Path, target: Target) -> dict[str, Leaf] | None:
+        """The arrays of a small file as leaves. None for a folder without such a file.
 
         Args:
             folder: the folder that `write` has written, whose digests are right.
@@ -477,28 +382,11 @@ class ArrayFormat(ABC):
         data = bytes_of_small_file(folder)
         if data is None:
             return None
-        nodes = target.arrays.items()
-        return {name: self.array_of_bytes(data[name], node) for name, node in nodes}
-
-    def from_memory(self, copy: HostCopy, target: Target) -> dict[str, Any]:
-        """The arrays of a copy in fresh memory: the copy stays, and may be restored again.
-
-        Args:
-            copy: an inspected copy, which is not changed.
-            target: result of `match`.
-
-        Returns:
-            Name -> array, for each of `target.arrays`.
-        """
-
-        def fresh(name: str) -> tuple[str, Any]:
-            leaf = copy.flat.leaves[name]
-            parts: dict[Any, Any] = {}
-            for place, part in leaf.parts.items():
-                parts[place] = raw(part).copy().view(part.dtype).reshape(part.shape)
-            return name, self.array(replace(leaf, parts=parts), target.flat.leaves.get(name))
-
-        return dict(map_in_threads(fresh, target.arrays, copy.nbytes))
+        leaves: dict[str, Leaf] = {}
+        for name, node in target.arrays.items():
+            part = self.part_of_bytes(data[name], node)
+            leaves[name] = Leaf(name, node["dtype"], tuple(node["shape"]), {"": part})
+        return leaves
 
     def assemble(self, target: Target, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Builds a state from its saved entries and their arrays.
@@ -538,6 +426,11 @@ def bytes_of_small_file(folder: Path) -> dict[str, np.ndarray] | None:
     return {name: np.frombuffer(entry["data"], np.uint8) for name, entry in found}
 
 
+def copy_to_host(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+    """Copies arrays in host memory: each second array into the first one."""
+    map_in_threads(lambda pair: np.copyto(*pair), pairs, sum(old.nbytes for _, old in pairs))
+
+
 def raw(part: Any) -> np.ndarray:
     """The bytes of a part in host memory.
 
@@ -567,22 +460,9 @@ def finite(data: np.ndarray, dtype: str) -> bool:
     return True
 
 
-def sealed_record(record: Record) -> bytes:
-    """The record of a run as bytes for a file, see `files.seal`.
-
-    Raises:
-        StoreError: the record is not JSON-safe.
-    """
-    try:
-        return seal(record)
-    except (TypeError, ValueError) as error:
-        raise StoreError(
-            f"the record must be JSON-safe ({error}): pass the adapter's to_dict()"
-        ) from None
-
-
-def _nonfinite(flat: FlatState) -> tuple[str, ...]:
-    """The names of the arrays in host memory with NaN or Inf."""
+def nonfinite(flat: FlatState) -> tuple[str, ...]:
+    """The names of the arrays of a copy with NaN or Inf, allowed or not. Waits for the copy."""
+    flat.wait()
     found: list[str] = []
     for leaf in flat.leaves.values():
         if not all(finite(raw(part), leaf.dtype) for part in leaf.parts.values()):
@@ -641,8 +521,6 @@ def _array_type(node: values.Node) -> str:
     if not isinstance(node, dict) or not node.keys() <= {"array", "float", "complex"}:
         return "no array"
     array = node.get("array", {"kind": "number", "shape": ()})
-    if array["kind"] == "key":
-        return f"{array['dtype']}{tuple(array['shape'])} {array['impl']} key"
-    if not array["shape"]:
+    if not array["shape"] and array["kind"] != "key":
         return "a number"
-    return f"{array['dtype']}{tuple(array['shape'])}"
+    return f"{array['dtype']}{tuple(array['shape'])} {array.get('impl', '')}".rstrip()

@@ -10,14 +10,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from healcore.console import first_of
 from healcore.core.errors import HealcoreError
-
-if TYPE_CHECKING:
-    from healcore.runtime.store.array_format import HostCopy
-    from healcore.runtime.store.manifest import Manifest
 
 
 class StoreError(HealcoreError, RuntimeError):
@@ -225,27 +221,6 @@ class CheckpointInfo(NamedTuple):
         The steps up to an abandoned checkpoint were undone, and NaN or Inf would stay in the state.
         """
         return self.finite and not self.is_abandoned
-
-    @classmethod
-    def of(
-        cls, saved: Manifest | HostCopy, path: str | None, nonfinite_ok: Collection[str]
-    ) -> CheckpointInfo:
-        """Makes the list's entry of a saved state. `AttemptHistory.with_status` sets the status.
-
-        Args:
-            saved: a manifest or a copy in memory.
-            path: directory of the checkpoint, or None for a copy in memory only.
-            nonfinite_ok: patterns of array names where NaN and Inf are allowed.
-        """
-        return cls(
-            step=saved.step,
-            status="candidate",
-            bytes=saved.nbytes,
-            created=saved.created,
-            attempt=saved.attempt,
-            path=path,
-            nonfinite=disallowed(saved.nonfinite, nonfinite_ok),
-        )
 
 
 BUFFERS_ITEM = "healcore.buffers"

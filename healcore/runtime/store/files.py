@@ -11,17 +11,16 @@ Digests are xxh3, 128 bits. They detect damage, not malice.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import chain
+from functools import partial
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 import xxhash
 from pydantic import Field
@@ -43,22 +42,6 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 
-def write_new(path: Path, data: bytes) -> None:
-    """Writes a new file, and waits until its content is on disk.
-
-    Args:
-        path: path of the file, which must not exist, not even as a link.
-        data: its content.
-
-    Raises:
-        OSError: the file exists, or cannot be written.
-    """
-    with open(path, "xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def replace(path: Path, data: bytes) -> None:
     """Replaces a file in an existing directory. A crash leaves the old or the new content.
 
@@ -71,7 +54,10 @@ def replace(path: Path, data: bytes) -> None:
     """
     temporary = new_temporary(path.parent)
     try:
-        write_new(temporary, data)
+        with open(temporary, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -130,7 +116,7 @@ def new_temporary(folder: Path) -> Path:
     return folder / f".tmp-healcore-{secrets.token_hex(8)}"
 
 
-def map_in_threads(action: Callable[[A], B], items: Iterable[A], nbytes: int) -> list[B]:
+def map_in_threads(action: Callable[[A], B], items: Sequence[A], nbytes: int) -> list[B]:
     """Applies an action to each item, in threads if there is much to do.
 
     Args:
@@ -139,18 +125,12 @@ def map_in_threads(action: Callable[[A], B], items: Iterable[A], nbytes: int) ->
         nbytes: number of bytes that the action works on, in all items together.
 
     Returns:
-        The results, in no particular order.
+        The results, in the order of the items.
     """
-    items = list(items)
     if nbytes < _MIN_BYTES_FOR_THREADS:
-        return list(map(action, items))
-
-    def apply_to_share(first: int) -> list[B]:
-        # Not one task per item: submitting a task takes as long as a small item.
-        return list(map(action, items[first::_THREADS]))
-
-    with ThreadPoolExecutor(_THREADS) as pool:
-        return list(chain.from_iterable(pool.map(apply_to_share, range(_THREADS))))
+        return [*map(action, items)]
+    with ThreadPool(_THREADS) as pool:
+        return pool.map(action, items)
 
 
 # -- digests ---------------------------------------------------------------------------------------
@@ -192,62 +172,40 @@ def sync_and_digest(folder: Path) -> dict[str, Digest]:
     Returns:
         Relative path of each file, with "/" -> its digest, sorted by path.
     """
-    folders: list[Path] = []
-    paths: list[Path] = []
-    for parent, _, names in os.walk(folder):
-        folders.append(Path(parent))
-        paths += [Path(parent) / name for name in names]
+    folders = [folder, *(each for each in folder.rglob("*") if each.is_dir())]
+    paths = sorted(each for each in folder.rglob("*") if not each.is_dir())
     nbytes = sum(path.stat().st_size for path in paths)
-
-    def sync(path: Path) -> tuple[str, Digest]:
-        return path.relative_to(folder).as_posix(), digest_of(path, sync=True)
-
-    digests = dict(sorted(map_in_threads(sync, paths, nbytes)))
+    found = map_in_threads(partial(digest_of, sync=True), paths, nbytes)
     for each in folders:
         sync_directory(each)
-    return digests
+    names = [path.relative_to(folder).as_posix() for path in paths]
+    return dict(zip(names, found, strict=True))
 
 
 class ChecksumError(ValueError):
     """The bytes are not the output of `seal`."""
 
 
-def seal(content: Mapping[str, Any]) -> bytes:
-    """Writes JSON with the digest of its bytes, which is the first value in it.
+def seal(body: bytes) -> bytes:
+    """Adds the digest of a JSON object, as the first value in it.
 
     Args:
-        content: JSON-safe values, without a key "digest". NaN and Inf are allowed: a run in
-            trouble may have them in its record, and its checkpoint is needed then.
-
-    Raises:
-        TypeError: a value is not JSON-safe.
-        ValueError: a value contains itself.
+        body: the object, not empty, without a key "digest".
     """
-    body = json.dumps(content, separators=(",", ":")).encode()
     return _head(body) + body[1:]
 
 
-def unseal(data: bytes) -> dict[str, Any]:
-    """The content of what `seal` has written, without the digest.
-
-    Args:
-        data: bytes of a file, written by anybody.
-
-    Raises:
-        ChecksumError: a bit has changed, or `seal` has not written the bytes.
-    """
+def unseal(data: bytes) -> bytes:
+    """What `seal` has received. ChecksumError if a bit has changed, or others wrote the bytes."""
     head = len(_head(b""))
     body = b"{" + data[head:]
     if data[:head] != _head(body):
         raise ChecksumError(DIFFERS)
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError):
-        raise ChecksumError(DIFFERS) from None
+    return body
 
 
-def read_sealed(path: Path) -> dict[str, Any]:
-    """The content of a file that `seal` has written.
+def read_sealed(path: Path) -> bytes:
+    """What `seal` has received, from a file.
 
     Raises:
         OSError: the file cannot be read, or is too large.

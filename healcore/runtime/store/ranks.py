@@ -70,8 +70,8 @@ def broadcast(ranks: Ranks, mine: T) -> T:
     return ranks.gather(mine)[0]
 
 
-def gather_results(ranks: Ranks, action: Callable[[], T]) -> list[T]:
-    """Runs an action on every rank; returns all results (picklable), or raises on all ranks.
+def run_on_each(ranks: Ranks, action: Callable[[], T]) -> T:
+    """Runs an action on every rank, whose result need not be exchanged. Collective.
 
     If only the failed rank raised, the other ranks would wait for it in their next exchange. So:
 
@@ -84,13 +84,13 @@ def gather_results(ranks: Ranks, action: Callable[[], T]) -> list[T]:
     because the caller then tries another copy.
 
     Args:
-        ranks: the ranks, all of which call this function.
+        ranks: all of them call this function.
         action: what to do on this rank. It does not exchange anything itself.
 
     Returns:
-        The results in rank order.
+        This rank's result.
     """
-    result: T | None = None
+    result: Any = None
     failure: Exception | None = None
     shared: Exception | None = None
     try:
@@ -100,27 +100,10 @@ def gather_results(ranks: Ranks, action: Callable[[], T]) -> list[T]:
         if not isinstance(error, StoreError) or isinstance(error, SaveFailed):
             # Only a StoreError can certainly be pickled.
             shared = RankFailed(f"rank {ranks.rank}: {type(error).__name__}: {error}")
-    outcomes: list[Any] = ranks.gather((result, shared))
-    failures = [failure, *(error for _, error in outcomes)]  # the error before its copy
-    failures = [error for error in failures if error is not None]
-    if failures:
+    failures = [error for error in (failure, *ranks.gather(shared)) if error is not None]
+    if failures:  # this rank's error comes before its copy
         raise min(failures, key=lambda error: isinstance(error, CheckpointDamaged))
-    return [result for result, _ in outcomes]
-
-
-def run_on_each(ranks: Ranks, action: Callable[[], T]) -> T:
-    """Runs an action on every rank, whose result need not be exchanged. Collective.
-
-    Args:
-        ranks: all of them call this function.
-        action: what to do on this rank. It does not exchange anything itself.
-
-    Returns:
-        This rank's result. If a rank fails, all ranks raise, see `gather_results`.
-    """
-    results: list[T] = []
-    gather_results(ranks, lambda: results.append(action()))
-    return results[0]
+    return result
 
 
 def run_on_first(ranks: Ranks, action: Callable[[], T]) -> T:
@@ -131,6 +114,7 @@ def run_on_first(ranks: Ranks, action: Callable[[], T]) -> T:
         action: what to do on rank 0. Its result is picklable.
 
     Returns:
-        Its result, on every rank. If it fails, all ranks raise, see `gather_results`.
+        Its result, on every rank. If it fails, all ranks raise, see `run_on_each`.
     """
-    return gather_results(ranks, lambda: action() if ranks.rank == 0 else None)[0]  # type: ignore[return-value]
+    mine: Any = run_on_each(ranks, lambda: action() if ranks.rank == 0 else None)
+    return broadcast(ranks, mine)

@@ -6,25 +6,21 @@ it to each directory, whose files `manifest` describes. A save is known by its s
 
 from __future__ import annotations
 
+import json
 import math
 import os
-from collections import deque
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any, TypeVar
 
-from healcore import console
+from healcore import console, regular_file
 from healcore.runtime.store import files, manifest
-from healcore.runtime.store.array_format import (
-    ArrayFormat,
-    HostCopy,
-    Record,
-    Target,
-    sealed_record,
-)
+from healcore.runtime.store.array_format import ArrayFormat, FlatState, Target, nonfinite
 from healcore.runtime.store.checkpoints import (
     IN_MEMORY,
     MEMORY,
@@ -39,13 +35,17 @@ from healcore.runtime.store.checkpoints import (
     disallowed,
     superfluous,
 )
-from healcore.runtime.store.manifest import StoredCheckpoint
-from healcore.runtime.store.ranks import Alone, Ranks, gather_results, run_on_each, run_on_first
-from healcore.runtime.store.writer import Writer, join
+from healcore.runtime.store.manifest import Manifest, Saved
+from healcore.runtime.store.ranks import Alone, Ranks, run_on_each, run_on_first
+from healcore.runtime.store.writer import Writer
 
 T = TypeVar("T")
+Record = Mapping[str, Any]
+"""The record of a run, JSON-safe."""
 Root = str | os.PathLike[str]
 """A directory of checkpoints."""
+Roots = Root | Sequence[Root]
+"""A directory, or several that each get every checkpoint."""
 
 
 class CheckpointStore(Writer):
@@ -78,7 +78,7 @@ class CheckpointStore(Writer):
     def __init__(
         self,
         array_format: ArrayFormat,
-        root: Root | Sequence[Root] | None = None,
+        root: Roots | None = None,
         *,
         keep: Keep | None = IN_MEMORY,
         ranks: Ranks | None = None,
@@ -91,7 +91,7 @@ class CheckpointStore(Writer):
         self.keep = None if keep is None else keep.checked()
         """How many copies of each kind to keep in memory, or None to keep none. It is set to None
         if the copies do not fit into the host's memory."""
-        self.copies: dict[int, HostCopy] = {}
+        self.copies: dict[int, Saved] = {}
         """Step -> inspected copy in memory, for a rollback within milliseconds. The dictionary is
         replaced, never changed, because the background replaces it too."""
         self.protected: frozenset[int] = frozenset()
@@ -100,22 +100,21 @@ class CheckpointStore(Writer):
         """Patterns of array names where NaN and Inf are allowed. May be changed at any time."""
         self.trainer_save: Callable[[], None] | None = None
         """Saves a checkpoint that the policy orders, if a trainer saves in place of the run."""
-        self._inspecting: Thread | None = None
-        """Ends when the last copy is inspected and in memory, or has failed."""
-        self._writing: Thread | None = None
+        self._saving: Thread | None = None
         """Ends when the last copy is written, or has failed."""
-        self._nonfinite: deque[tuple[int, tuple[str, ...]]] = deque()
+        self._inspected = Event()
+        """Set when the last copy is inspected and in memory, or has failed."""
+        self._inspected.set()
+        self._nonfinite: list[tuple[int, tuple[str, ...]]] = []
         """Step and array names of each save with disallowed NaN or Inf, for `take_nonfinite`."""
-        self._last_step = -1
-        """Step of the last copy, or -1."""
         self._failed: list[Path] = []
         """Folders of failed saves. A thread of the framework may still write there."""
         self._reported: set[str] = set()
-        """Texts of problems with single directories that were reported."""
-        if root is None or isinstance(root, str | os.PathLike):
-            root = () if root is None else (root,)
+        """Texts of problems that were reported."""
+        if isinstance(root, str | os.PathLike):
+            root = (root,)
         # The program may change its working directory.
-        self.roots = tuple(Path(each).absolute() for each in root)
+        self.roots = tuple(Path(each).absolute() for each in root or ())
         """The directories, each of which has all checkpoints."""
         for each in self.roots:
             try:
@@ -126,8 +125,7 @@ class CheckpointStore(Writer):
                     f"{each} cannot be used for checkpoints: {error.strerror}; "
                     "pass a directory that can be created and written"
                 ) from error
-        if self.roots:
-            self.root = self.roots[0]
+            self.root = self.root or each
 
     @property
     def durable(self) -> bool:
@@ -141,26 +139,6 @@ class CheckpointStore(Writer):
     def place(self) -> str:
         """The directories, for messages, or an empty string without any."""
         return " and ".join(map(str, self.roots))
-
-    def check_run(self) -> None:
-        """Checks that all directories are of one run, before any is read or written.
-
-        A restore would otherwise mix the checkpoints of two runs, and a save would delete some.
-
-        Raises:
-            StoreError: two directories have checkpoints of different runs.
-        """
-        runs: dict[str, Path] = {}
-        for root in self.roots:
-            with suppress(StoreError):  # the first scan reports it
-                for record in manifest.scan(root).records.values():
-                    runs.setdefault(str(record.get("run", "")), root)
-        if len(runs) > 1:
-            named = ", ".join(f"{root} has run {run}" for run, root in runs.items())
-            raise StoreError(
-                f"the directories of a list are of one run, and here {named}: nothing was read. "
-                "Pass the directories of one run, or an empty directory in place of the other"
-            )
 
     # -- saving -----------------------------------------------------------------------------------
 
@@ -190,33 +168,37 @@ class CheckpointStore(Writer):
             UnsavableState: the state holds something that cannot be saved.
             SaveFailed: the state could not be copied. `wait` raises later failures.
         """
-        join(self._writing)  # at most one copy is pending; several deletions may be
+        if self._saving is not None:
+            self._saving.join()  # at most one copy is pending; several deletions may be
+        if not hasattr(step, "__index__") or int(step) < 0:
+            raise StoreError(f"step is a whole number >= 0, not {step!r}: pass the optimizer step")
+        attempt = max(1, len(AttemptHistory.of(record).starts))
+        known = {"step": int(step), "attempt": attempt, "created": time.time()}
         try:
-            copy = self.format.copy(step, state, record)
-        except Exception as failure:
+            known["record"] = _copied(record)
+            flat = self.format.copied(state)
+        except Exception as error:
+            failure = error
+            if not isinstance(error, StoreError):
+                failure = SaveFailed(int(step), "while copying the state", error)
+
+            def fail() -> None:
+                raise failure
+
             if self.ranks.world > 1:  # the other ranks would wait for this rank
-                self.submit(step, partial(self._fail_on_all, failure))
-            raise
-        self._last_step = copy.step
-        self._inspecting = self.submit(copy.step, partial(self._inspect, copy))
-        self._writing = self.submit(copy.step, partial(self._write, copy))
+                self.submit(int(step), partial(run_on_each, self.ranks, fail))
+            raise failure from None
+        self._inspected = Event()
+        copy = Saved(Manifest(nbytes=flat.nbytes, **known), None, flat)
+        self._saving = self.submit(int(step), partial(self._save, copy, flat, self._inspected))
 
-    def take_nonfinite(self, up_to: float = math.inf) -> list[tuple[int, tuple[str, ...]]]:
-        """The saves with disallowed NaN or Inf since the last call.
+    def take_nonfinite(self) -> list[tuple[int, tuple[str, ...]]]:
+        """The saves with disallowed NaN or Inf since the last call, as step and array names.
 
-        Waits until these saves are inspected. All saves but the last one are already.
-
-        Args:
-            up_to: the last step to look at.
-
-        Returns:
-            Step and array names of each such save, oldest first.
+        Waits until the last save is inspected, and not for the disk.
         """
-        if up_to >= self._last_step:
-            join(self._inspecting)
-        found = []
-        while self._nonfinite and self._nonfinite[0][0] <= up_to:
-            found.append(self._nonfinite.popleft())
+        self._wait_for_inspection()
+        found, self._nonfinite = self._nonfinite, []
         return found
 
     def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
@@ -233,91 +215,64 @@ class CheckpointStore(Writer):
         """
         if self.ranks.world > 1:
             self.join()  # the save in progress exchanges messages with the other ranks too
-        found = gather_results(self.ranks, lambda: self.format.nonfinite_in(state))
-        return tuple(sorted(set().union(*found)))
+        return self._union(lambda: nonfinite(self.format.copied(state)))
 
-    def _inspect(self, copy: HostCopy) -> None:
-        """Inspects a copy, and keeps it in memory. Every rank calls it."""
+    def _union(self, names: Callable[[], Sequence[str]]) -> tuple[str, ...]:
+        """The names that a function returns on any rank, sorted. Every rank calls it."""
+        return tuple(sorted(set().union(*self.ranks.gather(run_on_each(self.ranks, names)))))
 
-        def inspect() -> tuple[tuple[str, ...], bool]:
+    def _save(self, copy: Saved, flat: FlatState, inspected: Event) -> None:
+        """Inspects a copy, keeps it in memory, and writes it to each directory. On every rank.
+
+        Raises SaveFailed if no directory has it. A directory that fails alone is reported.
+        """
+        step = copy.manifest.step
+        try:
+            names = self._union(lambda: nonfinite(flat))
+            copy = copy.changed(nonfinite=names)
+            wrong = disallowed(names, self.nonfinite_ok)
+            if wrong:
+                self._nonfinite.append((step, wrong))
+            if not all(self.ranks.gather(self._has_room(flat))):
+                each = f"{flat.nbytes / 1e9:.3g} GB each, {self.ranks.world} ranks"
+                line = f"the copies ({each}) do not fit into half of the free host memory"
+                if not self.durable:
+                    raise StoreError(f"{line}: pass a directory as the store")
+                console.warning(f"{line}: checkpoints go to disk only")
+                self.keep = None
+            self._keep_in_memory({**self.copies, step: copy})
+        finally:
+            inspected.set()
+        failures: list[SaveFailed] = []
+        elsewhere = ""
+        for root in self.roots:
             try:
-                names = self.format.inspect(copy)
+                self._write(root, copy.manifest, flat)
+                elsewhere = elsewhere or str(root)
             except Exception as error:
-                raise SaveFailed(copy.step, "while copying the state", error) from error
-            return names, self._has_room(copy)
+                failures.append(SaveFailed(step, f"while writing to {root}", error))
+        for failure in failures:
+            failure.elsewhere = elsewhere
+        self._failures.extend(failures)
 
-        names, has_room = zip(*gather_results(self.ranks, inspect), strict=True)
-        if not all(has_room):
-            self._keep_none(copy)
-        copy.nonfinite, copy.is_inspected = tuple(sorted(set().union(*names))), True
-        wrong = disallowed(copy.nonfinite, self.nonfinite_ok)
-        if wrong:
-            self._nonfinite.append((copy.step, wrong))
-        if self.keep is not None:
-            self._keep_in_memory({**self.copies, copy.step: copy}, newest=copy)
-
-    def _has_room(self, copy: HostCopy) -> bool:
+    def _has_room(self, flat: FlatState) -> bool:
         """Whether the copies that follow fit into half of the free host memory.
 
         Assumes that all ranks share this machine: a slow rollback is better than an OOM kill. The
         other half is for data loaders, the page cache and the next allocation.
         """
-        if self.keep is None:
-            return True
-        following = self.keep.most - len(self.copies)
-        return following <= 0 or following * copy.nbytes * self.ranks.world <= free_bytes() / 2
+        following = 0 if self.keep is None else self.keep.most - len(self.copies)
+        return following <= 0 or following * flat.nbytes * self.ranks.world <= free_bytes() / 2
 
-    def _keep_none(self, copy: HostCopy) -> None:
-        """Keeps no copies in memory from now on; StoreError for a store without a directory."""
-        each = f"{copy.nbytes / 1e9:.3g} GB each, {self.ranks.world} ranks"
-        line = f"the copies of the state ({each}) do not fit into half of the free host memory"
-        if not self.durable:
-            raise StoreError(f"{line}: pass a directory as the store")
-        console.warning(f"{line}: checkpoints go to disk only")
-        self.keep, self.copies = None, {}
-
-    def _keep_in_memory(
-        self, copies: Mapping[int, HostCopy], newest: HostCopy | None = None
-    ) -> None:
-        """Keeps as many of these copies as `keep` allows.
-
-        The memory of the others is used again, except of the newest, which is not written yet.
-        """
-        if self.keep is None:
-            return
-        saves = [CheckpointInfo.of(copy, None, self.nonfinite_ok) for copy in copies.values()]
-        attempts = AttemptHistory.newest(each.history for each in copies.values())
-        surplus = superfluous(
-            attempts.with_status(saves), self.keep, nonfinite=0, stay=self.protected
-        )
-        before = self.copies.values()
+    def _keep_in_memory(self, copies: Mapping[int, Saved]) -> None:
+        """Keeps as many of these copies as `keep` allows."""
+        surplus: Sequence[int] = [*copies]
+        if self.keep is not None:
+            saves = manifest.listed(manifest.counting(copies.values()), self.nonfinite_ok)
+            surplus = superfluous(saves, self.keep, nonfinite=0, stay=self.protected)
         self.copies = {step: copy for step, copy in copies.items() if step not in surplus}
-        for each in before:
-            if each is not newest and each not in self.copies.values():
-                self.format.release(each.flat)
 
-    def _write(self, copy: HostCopy) -> None:
-        """Writes a checkpoint to each directory. Every rank calls it.
-
-        Raises SaveFailed if no directory has it. A directory that fails alone is reported.
-        """
-        if not copy.is_inspected:  # the inspection has failed
-            return
-        failures: list[SaveFailed] = []
-        elsewhere = ""
-        for root in self.roots:
-            try:
-                self._write_checkpoint(root, copy)
-                elsewhere = elsewhere or str(root)
-            except Exception as error:
-                failures.append(SaveFailed(copy.step, f"while writing to {root}", error))
-        for failure in failures:
-            failure.elsewhere = elsewhere
-        self._failures += failures
-        if copy not in self.copies.values():
-            self.format.release(copy.flat)
-
-    def _write_checkpoint(self, root: Path, copy: HostCopy) -> None:
+    def _write(self, root: Path, known: Manifest, flat: FlatState) -> None:
         """Writes a checkpoint atomically. Every rank calls it; if one fails, all raise."""
 
         def begin() -> Path:
@@ -330,26 +285,18 @@ class CheckpointStore(Writer):
         # All exchanges of the ranks go through `Ranks.gather`, in the same order.
         folder = run_on_first(self.ranks, begin)
         shared, own = dict[str, Any](), dict[str, Any]()
-        for name, entry in copy.flat.entries.items():
+        for name, entry in flat.entries.items():
             (own if entry.get("per_rank") else shared)[name] = entry
         try:
-            run_on_each(self.ranks, lambda: self.format.write(copy, folder / manifest.DATA))
+            run_on_each(self.ranks, lambda: self.format.write(flat, folder / manifest.DATA))
             entries = [shared, *self.ranks.gather(own)]
-            complete = partial(manifest.complete, root, folder, copy, entries)
+            complete = partial(manifest.complete, root, folder, known, entries)
             run_on_first(self.ranks, complete)
         except Exception:
             if self.ranks.rank == 0:
                 files.discard(folder)
                 self._failed.append(folder)
             raise
-
-    def _fail_on_all(self, failure: Exception) -> None:
-        """Makes a save fail on every rank because this rank could not copy its state."""
-
-        def fail() -> None:
-            raise failure
-
-        run_on_each(self.ranks, fail)
 
     # -- listing ----------------------------------------------------------------------------------
 
@@ -362,14 +309,7 @@ class CheckpointStore(Writer):
         Raises:
             StoreError: no directory can be read, and memory is empty.
         """
-        found = self._scan()
-        saves = {saved.step: saved for saved in found.listed(self.nonfinite_ok)}
-        for step, copy in self.copies.items():
-            if step not in saves or saves[step].attempt != copy.attempt:
-                saves[step] = CheckpointInfo.of(copy, None, self.nonfinite_ok)
-        histories = [found.history, *(copy.history for copy in self.copies.values())]
-        attempts = AttemptHistory.newest(histories)
-        return attempts.with_status(saves[step] for step in sorted(saves))
+        return manifest.listed(self._saves(), self.nonfinite_ok)
 
     def steps_on_disk(self) -> list[int]:
         """The steps of the complete checkpoints in the directories, ascending.
@@ -377,7 +317,7 @@ class CheckpointStore(Writer):
         Raises:
             StoreError: no directory can be read, and memory is empty.
         """
-        return [*self._scan().complete]
+        return [each.step for each in self.checkpoints() if each.path]
 
     def records(self) -> dict[int, dict[str, Any]]:
         """The records of the run.
@@ -388,12 +328,8 @@ class CheckpointStore(Writer):
         Raises:
             StoreError: no directory can be read, and memory is empty.
         """
-        records = self._scan().records
-        for step, copy in self.copies.items():
-            record = copy.unsealed_record
-            if record is not None:
-                records[step] = record
-        return records
+        found = {step: first.manifest.record for step, (first, *_) in self._saves().items()}
+        return {step: record for step, record in found.items() if record is not None}
 
     def damaged(self) -> list[CheckpointDamaged]:
         """Checkpoints on disk that are too damaged for `checkpoints` to list. Reads no arrays.
@@ -401,22 +337,29 @@ class CheckpointStore(Writer):
         A run names them at its start. Otherwise a step that is missing in the list would look like
         a step that was never saved.
         """
-        return self._scan().damaged
+        return manifest.scan(*self._readable())[1]
 
-    def _scan(self, step: int | None = None) -> manifest.FoundCheckpoints:
-        """The checkpoints in the directories, of all steps or of one step.
+    def _saves(self) -> dict[int, list[Saved]]:
+        """The saves that count in memory and in the directories."""
+        self._wait_for_inspection()
+        found, _ = manifest.scan(*self._readable())
+        return manifest.counting([*self.copies.values(), *chain.from_iterable(found.values())])
 
-        Raises StoreError if no directory can be read, and memory is empty.
-        """
-        join(self._inspecting)
+    def _readable(self) -> Sequence[Path]:
+        """The directories that can be read. StoreError if there is none, and memory is empty."""
         try:
-            readable = self._in_each("the checkpoints cannot be read", os.listdir)
+            listing = {root: partial(os.listdir, root) for root in self.roots}
+            return self._in_each("the checkpoints cannot be read", listing)
         except StoreError as error:
             if not self.copies:
                 raise
-            self._report_once(f"{error}; the copies in memory are used")
-            readable = {}
-        return manifest.scan(*readable, step=step)
+            self.report(f"{error}; the copies in memory are used")
+            return ()
+
+    def _wait_for_inspection(self) -> None:
+        """Waits until the last copy is inspected. A job of the background itself does not wait."""
+        if not self.in_background():
+            self._inspected.wait()
 
     # -- reading and changing ---------------------------------------------------------------------
 
@@ -430,9 +373,7 @@ class CheckpointStore(Writer):
             CheckpointDamaged: a digest differs.
             CheckpointNotFound: the step has no checkpoint.
         """
-        saves = self._find(step)
-        if saves:
-            self._first_intact(saves)
+        self._first_intact(self._find(step), lambda saved: None)
 
     def restore(self, step: int, like: Mapping[str, Any]) -> Restored:
         """Verifies a checkpoint and reads it, from memory if possible.
@@ -448,28 +389,36 @@ class CheckpointStore(Writer):
             StateMismatch: the checkpoint was saved from another state.
             CheckpointNotFound: the step has no checkpoint.
         """
-        self.join()
-        copy = self.copies.get(step)
-        if all(self.ranks.gather(copy is not None)):
-            assert copy is not None
-            match = partial(self.format.match, step, copy.flat.entries, like)
-            target = run_on_each(self.ranks, match)
-            arrays = run_on_each(self.ranks, lambda: self.format.from_memory(copy, target))
-            return Restored(self.format.assemble(target, arrays), copy.unsealed_record)
-        intact = self._first_intact(self._find(step))
-        folder = intact.folder / manifest.DATA
+        return self._first_intact(self._find(step), partial(self._read, step, like))
 
-        def read() -> tuple[Target, dict[str, Any] | None]:
-            with intact.only_written_by_healcore():
-                target = self.format.match(step, intact.entries(self.ranks.rank), like)
-                return target, self.format.read_small(folder, target)
+    def _read(self, step: int, like: Mapping[str, Any], saved: Saved) -> Restored:
+        """Reads one save of a step, on every rank."""
+        form, folder, rank = self.format, saved.folder, self.ranks.rank
 
-        # All ranks raise or none: the others would wait for a rank that raised.
-        target, arrays = run_on_each(self.ranks, read)
-        with intact.only_written_by_healcore():
+        def read() -> tuple[Target, Any]:
+            # All ranks raise or none: the others would wait for a rank that raised.
+            if folder is None:
+                flat = self.copies[step].flat
+                entries, leaves = flat.entries, flat.leaves
+                target = form.match(step, entries, like)
+                return target, form.from_host(leaves, target)
+            shared, *own = json.loads(regular_file.read(folder / manifest.STATE))
+            target = form.match(step, {**shared, **dict(*own[rank : rank + 1])}, like)
+            leaves = form.small_leaves(folder / manifest.DATA, target)
+            return target, leaves and form.from_host(leaves, target)
+
+        try:
+            target, arrays = run_on_each(self.ranks, read)
             if arrays is None:
-                arrays = self.format.read_large(folder, target)
-            return Restored(self.format.assemble(target, arrays), intact.record)
+                arrays = form.read_large((folder or Path()) / manifest.DATA, target)
+            return Restored(form.assemble(target, arrays), _copied(saved.manifest.record))
+        except manifest.CRAFTED as error:
+            if folder is None or isinstance(error, StoreError):
+                raise
+            # Digests are no signature: another program may have written the files.
+            reason = f"{type(error).__name__}: {error!s:.200}"
+            why = f"holds a state that healcore does not write ({reason})"
+            raise manifest.damaged(folder, why, manifest.STATE) from error
 
     def replace_record(self, step: int, record: Record) -> None:
         """Replaces the record of a checkpoint, atomically. The arrays stay.
@@ -485,21 +434,16 @@ class CheckpointStore(Writer):
             CheckpointNotFound: the step has no checkpoint.
             StoreError: the record could not be written.
         """
-        sealed = sealed_record(record)
-        saves = self._find(step)
-        copy = self.copies.get(step)
-        if copy is not None:
-            copy.record, copy.history = sealed, AttemptHistory.of(record)
-            self._keep_in_memory(self.copies)
-        attempt = saves[0].manifest.attempt if copy is None else copy.attempt
-
-        def write(root: Path) -> None:
-            folder = root / manifest.directory_name(step, attempt)
-            if folder.exists():  # a directory may have missed the save
-                files.replace(folder / manifest.RECORD, sealed)
-
+        saves, new = self._find(step), _copied(record)
+        if step in self.copies:
+            self._keep_in_memory({**self.copies, step: self.copies[step].changed(record=new)})
+        replace: dict[Path, Callable[[], object]] = {}
+        for each in saves:
+            if each.folder:
+                known = each.changed(record=new).manifest
+                replace[each.folder.parent] = partial(manifest.write, each.folder, known)
         failure = f"the record of step {step} cannot be written"
-        run_on_first(self.ranks, lambda: self._in_each(failure, write))
+        run_on_first(self.ranks, lambda: self._in_each(failure, replace))
 
     def delete(self, step: int) -> None:
         """Removes a checkpoint from memory and from each directory, atomically.
@@ -517,71 +461,87 @@ class CheckpointStore(Writer):
             for folder in manifest.folders_of(root, step):
                 manifest.remove(folder)
 
+        actions = {root: partial(remove, root) for root in self.roots}
         failure = f"step {step} cannot be deleted"
-        run_on_first(self.ranks, lambda: self._in_each(failure, remove))
+        run_on_first(self.ranks, lambda: self._in_each(failure, actions))
 
-    def _find(self, step: int) -> list[StoredCheckpoint]:
-        """The equal saves of a step in the directories; empty if only memory has it.
+    def _find(self, step: int) -> list[Saved]:
+        """The equal saves of a step, those to prefer first.
 
         Raises CheckpointNotFound, or CheckpointDamaged for an incomplete directory.
         """
         self.join()
-        in_memory = all(self.ranks.gather(step in self.copies))
 
-        def find() -> list[StoredCheckpoint]:
-            found = self._scan(step)
-            if in_memory or step in found.complete:
-                return found.complete.get(step, [])
-            if found.damaged:
-                raise found.damaged[0]
-            existing = sorted({*self._scan().complete, *self.copies})
-            raise CheckpointNotFound(step, existing, self.place or MEMORY)
+        def find() -> list[Saved]:
+            found = self._saves()
+            if step in found:  # without the arrays, because they may be sent to other ranks
+                return [each._replace(flat=None) for each in found[step]]
+            for error in self.damaged():
+                if error.step == step:
+                    raise error
+            raise CheckpointNotFound(step, [*found], self.place or MEMORY)
 
         return run_on_first(self.ranks, find)
 
-    def _first_intact(self, saves: Sequence[StoredCheckpoint]) -> StoredCheckpoint:
-        """The first intact of equal saves; reports the damaged ones before it.
+    def _first_intact(self, saves: Sequence[Saved], read: Callable[[Saved], T]) -> T:
+        """The result for the first intact of equal saves; reports the damaged ones before it.
 
         The ranks share the files. Raises CheckpointDamaged if all are damaged.
         """
+        rank, world = self.ranks.rank, self.ranks.world
 
-        def check(stored: StoredCheckpoint) -> None:
-            for error in manifest.find_damage(stored, self.ranks.rank, self.ranks.world):
+        def check(saved: Saved) -> None:
+            for error in manifest.find_damage(saved, rank, world):
                 raise error
 
-        *others, last = saves
-        for each in others:
+        for each in saves:
             try:
                 run_on_each(self.ranks, partial(check, each))
-                return each
+                return read(each)
             except CheckpointDamaged as error:
+                if each is saves[-1]:
+                    raise
                 self._failures.append(error)
-        run_on_each(self.ranks, partial(check, last))
-        return last
+        raise AssertionError("no saves")
 
-    def _in_each(self, failure: str, action: Callable[[Path], T]) -> dict[Path, T]:
-        """The result of an action in each directory. Reports the failure of some once.
+    def _in_each(self, failure: str, actions: Mapping[Path, Callable[[], object]]) -> list[Path]:
+        """The directories whose action succeeds. Reports the failure of some once.
 
-        Raises StoreError if the action fails in each directory.
+        Raises StoreError if all fail.
         """
-        results: dict[Path, T] = {}
+        done: list[Path] = []
         failures: list[str] = []
-        for root in self.roots:
+        for root, action in actions.items():
             try:
-                results[root] = action(root)
+                action()
+                done.append(root)
             except OSError as error:
                 failures.append(f"{failure} in {root}: {error.strerror}")
-        if failures and not results:
+        if failures and not done:
             raise StoreError(failures[0])
         for text in failures:
-            self._report_once(f"{text}; the other directories are used")
-        return results
+            self.report(f"{text}; the other directories are used")
+        return done
 
-    def _report_once(self, text: str) -> None:
-        """Reports a problem, unless it was reported."""
-        if text not in self._reported:
-            self._reported.add(text)
-            self._failures.append(StoreError(text))
+    def report(self, problem: str) -> None:
+        """Adds a problem to `take_failures`, unless it was reported before."""
+        if problem not in self._reported:
+            self._reported.add(problem)
+            self._failures.append(StoreError(problem))
+
+
+def _copied(record: Record | None) -> dict[str, Any] | None:
+    """A copy of a record. NaN and Inf are allowed: a run in trouble may have them in its record.
+
+    Raises:
+        StoreError: the record is not JSON-safe.
+    """
+    try:
+        return json.loads(json.dumps(record))
+    except (TypeError, ValueError) as error:
+        raise StoreError(
+            f"the record must be JSON-safe ({error}): pass the adapter's to_dict()"
+        ) from None
 
 
 def free_bytes() -> float:

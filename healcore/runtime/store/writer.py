@@ -66,7 +66,12 @@ class Writer:
         Args:
             timeout: longest time to wait, in seconds, or None for no limit.
         """
-        join(self._newest, timeout)
+        if self._newest is not None and not self.in_background():
+            self._newest.join(timeout)
+
+    def in_background(self) -> bool:
+        """Whether this is the thread of a job: it does not wait, as a later job waits for it."""
+        return threading.current_thread().name == _NAME
 
     def wait(self) -> None:
         """Waits until every save is complete.
@@ -86,16 +91,8 @@ class Writer:
 
         After an error other than SaveFailed, another copy was used (memory or directory).
         """
-        taken: list[StoreError] = []
-        while self._failures:  # the thread may add one at any time
-            taken.append(self._failures.pop(0))
-        return taken
-
-
-def join(thread: threading.Thread | None, timeout: float | None = None) -> None:
-    """Waits for the end of a job, unless a job asks: the later job would wait for it in turn."""
-    if thread is not None and threading.current_thread().name != _NAME:
-        thread.join(timeout)
+        # The thread may add one at any time.
+        return [self._failures.pop(0) for _ in range(len(self._failures))]
 
 
 def _wait_before_fork() -> None:

@@ -133,17 +133,17 @@ def _probe_store(path: Path, inputs: CheckpointInputs) -> ProbeResult:
         return not is_checkpoint or folder.name == path.name
 
     try:
-        scan = manifest.scan(root)
+        saves, incomplete = manifest.scan(root)
     except StoreError as error:
         raise ProbeError(str(error)) from None
-    broken = [folder for folder in scan.damaged if is_wanted(Path(folder.path))]
+    broken = [folder for folder in incomplete if is_wanted(Path(folder.path))]
     rows: list[dict[str, Any]] = []
     damage: list[str] = []
     bad: list[CheckpointInfo] = []
     good: list[int] = []
-    listed = scan.listed(inputs.nonfinite_ok)
-    for saved, (found, *_) in zip(listed, scan.complete.values(), strict=True):
-        if not is_wanted(found.folder):
+    listed = manifest.listed(saves, inputs.nonfinite_ok)
+    for saved, (found, *_) in zip(listed, saves.values(), strict=True):
+        if not is_wanted(Path(saved.path or "")):
             continue
         errors = manifest.find_damage(found)
         rows.append(_row(saved, is_intact=not errors))

@@ -102,7 +102,8 @@ def _open_file(path: Path) -> Contents:
 
 def _open_store(root: Path, step: int | None) -> Contents:
     """Opens one checkpoint of a store."""
-    saves = {each.step: each for each in manifest.scan(root).listed(())}
+    found, _ = manifest.scan(root)
+    saves = {each.step: each for each in manifest.listed(found, ())}
     steps = ", ".join(map(str, saves)) or "none"
     if not saves or (step is not None and step not in saves):
         which = f"checkpoint of step {step}"

@@ -21,7 +21,7 @@ import healcore.jax.store as jax_stores
 import healcore.torch.store as torch_stores
 from healcore import CheckpointStore, Keep
 from healcore.jax.store.orbax import JaxFormat
-from healcore.runtime.store.array_format import HostCopy
+from healcore.runtime.store.array_format import FlatState
 
 KEEP = Keep(good=3, candidates=8)
 
@@ -90,8 +90,8 @@ _donate = jax.jit(lambda leaf: jnp.full_like(leaf, 77), donate_argnums=0)
 class PinningFormat(JaxFormat):
     """Copies arrays of a CPU to pinned host memory, as JAX copies them from a GPU."""
 
-    def on_host(self, part: Any) -> Any:
-        return None if isinstance(part, jax.Array) and part.size else np.asarray(part)
+    def is_on_host(self, part: Any) -> bool:
+        return not (isinstance(part, jax.Array) and part.size)
 
 
 @dataclass(frozen=True)
@@ -221,9 +221,10 @@ def mark_good(store: CheckpointStore, step: int) -> None:
 
 
 def held_bytes(store: CheckpointStore) -> int:
-    """Bytes of host memory of all copies, including the memory kept for the next copy."""
+    """Bytes of host memory of all copies."""
     store.wait()
     gc.collect()
-    copies = [each for each in gc.get_objects() if type(each) is HostCopy]
-    parts = {id(part): part for copy in copies for part in copy.flat.parts}
+    copies = [each for each in gc.get_objects() if type(each) is FlatState]
+    leaves = [leaf for copy in copies for leaf in copy.leaves.values()]
+    parts = {id(part): part for leaf in leaves for part in leaf.parts.values()}
     return sum(part.nbytes for part in parts.values())

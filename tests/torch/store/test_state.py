@@ -1,7 +1,6 @@
 """Models, optimizers, schedulers, random generators: saved and restored, without aliasing."""
 
 import copy
-import threading
 from typing import Any
 
 import pytest
@@ -158,13 +157,7 @@ def test_a_snapshot_with_nan_is_reported_and_not_kept_in_a_small_ring():
     store.save(1, {"x": torch.ones(2)})
     store.save(2, {"x": torch.tensor([1, float("inf")])})
     assert [saved.step for saved in store.checkpoints()] == [1]
-    gate = threading.Event()
-    waited = []
-    store.submit(3, lambda: waited.append(gate.wait(10)))  # save 3 is not inspected
-    store.save(3, {"x": torch.tensor([1, float("nan")])})
-    assert (store.take_nonfinite(2), waited) == ([(2, ("x",))], [])
-    gate.set()
-    assert store.take_nonfinite() == [(3, ("x",))]
+    assert (store.take_nonfinite(), store.take_nonfinite()) == ([(2, ("x",))], [])
 
 
 @pytest.mark.slow

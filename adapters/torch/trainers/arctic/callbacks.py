@@ -38,7 +38,7 @@ def arctic_callbacks(
 
     Args:
         policy: as for `healcore.Healer`.
-        store: a directory for checkpoints, a store, a list of these, "auto" for `_healcore` in the
+        store: a directory for checkpoints, a list of them, a store, "auto" for `_healcore` in the
             `output_dir` of the recipe's first checkpoint, or None for host memory, which is lost
             with the process.
         **options: further arguments of `healcore.Healer` and values to replace in the policy.

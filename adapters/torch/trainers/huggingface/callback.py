@@ -28,7 +28,7 @@ from healcore.runtime.healer import Healer
 from healcore.runtime.healer_options import TrainerOptions
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.run_options import LOGGING
-from healcore.runtime.store.places import Places, root_of
+from healcore.runtime.store.places import Places
 from healcore.runtime.trainer_access import trainer_access_of
 from healcore.torch.attachment import Healing
 from healcore.torch.gradients import parameters
@@ -73,7 +73,7 @@ class HealingCallback(TrainerCallback, ExportableState):
 
     Args:
         policy: as for `healcore.Healer`, or a mapping as in a checkpoint's trainer_state.json.
-        store: a directory for checkpoints, a store, a list of these, "auto" for `_healcore` in the
+        store: a directory for checkpoints, a list of them, a store, "auto" for `_healcore` in the
             trainer's `output_dir`, or None for no rollbacks.
         loss_fn: function that returns the loss of one batch, to compare the current weights with
             earlier weights. "auto" is the trainer's own `compute_loss`, except in a trainer that
@@ -335,7 +335,7 @@ class HealingCallback(TrainerCallback, ExportableState):
         store: Any = self.resolved_store(trainer)
         if isinstance(store, type):  # heal_trainer(store=None) passes the class
             store = store()
-        if root_of(store) is None:
+        if getattr(store, "root", store) is None:
             logging = options.get("logging", LOGGING)
             events = logging.events or _folder(trainer) / "healcore.events.jsonl"
             options["logging"] = dataclasses.replace(logging, events=events)

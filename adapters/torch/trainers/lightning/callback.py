@@ -79,7 +79,7 @@ class LightningHealingCallback(Callback):
 
     Args:
         policy: a preset's name, the path of a TOML file, or a `healcore.policy.Policy`.
-        store: a directory for checkpoints, a store, a list of these, or None for host memory, which
+        store: a directory for checkpoints, a list of them, a store, or None for host memory, which
             is lost with the process. `ModelCheckpoint` works as usual. The store continues a run
             exactly, so `ckpt_path` is loaded only if the store has no checkpoint of a trained step.
         loss_fn: function that returns the loss of one batch on the module's device, to compare the

@@ -33,11 +33,9 @@ class KnownCheckpoints:
         self.run = run
         self.started_from: int | None = None
         """Step of the snapshot or checkpoint that this process started from, or None before."""
-        self.newer_than_start: set[int] = set()
-        """Steps of checkpoints newer than the resumed one: this process could not use them."""
-        self.damage: dict[tuple[int, str, bool], CheckpointDamaged] = {}
-        """Step and path of each damaged checkpoint that this process has found, and whether another
-        copy was intact then -> the error."""
+        self.damage: dict[tuple[str, bool], CheckpointDamaged] = {}
+        """Path of each damaged checkpoint that this process has found, and whether another copy was
+        intact then -> the error."""
         self.nonfinite: list[tuple[int, tuple[str, ...]]] = []
         """Step and array names of each checkpoint of this process with disallowed NaN or Inf."""
         self._steps: set[int] = set()
@@ -98,9 +96,7 @@ class KnownCheckpoints:
         self.run.store.take_nonfinite()
         if self.started_from is None:
             self.started_from = step
-            saves = [each for each in self.listed() if not each.is_abandoned]
-            self.newer_than_start = {each.step for each in saves if each.step > step}
-            self._steps = {each.step for each in saves if each.finite}
+            self._steps = {each.step for each in self.listed() if each.is_usable}
         record.attempts.append(step)
         record.known_good_up_to = min(record.known_good_up_to, step)
         self._steps = {at for at in self.restorable if at <= step}
@@ -153,19 +149,16 @@ class KnownCheckpoints:
             if journal.healthy_steps(step, int(min(before, journal.next_step))) < probation:
                 break
             self.run.record.known_good_up_to = step
-            self.read_nonfinite(step)
+            self.read_nonfinite()
             if step not in self._bad:
                 self.run.log.event("good", step=step)
 
-    def read_nonfinite(self, up_to: float = math.inf) -> dict[int, tuple[str, ...]]:
+    def read_nonfinite(self) -> dict[int, tuple[str, ...]]:
         """Step -> names of arrays with disallowed NaN or Inf, of the saves of this attempt.
 
-        Waits until the saves up to a step are inspected, and not for the disk. Reports each once.
-
-        Args:
-            up_to: the newest save to wait for, by default the newest one of all.
+        Waits until the saves are inspected, and not for the disk. Reports each once.
         """
-        for step, names in self.run.store.take_nonfinite(up_to):
+        for step, names in self.run.store.take_nonfinite():
             if step in self._bad:
                 continue
             self._bad[step] = names
@@ -189,7 +182,7 @@ class KnownCheckpoints:
             error: the error of the read, with the step and the path.
             other_copy: whether another copy of the checkpoint was intact. It then stays known-good.
         """
-        key = error.step, error.path, other_copy
+        key = error.path, other_copy
         if key in self.damage:
             return
         self.damage[key] = error

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -64,8 +63,8 @@ class Saver:
         """The checkpoints to keep on disk."""
         self._deleted_up_to = -1
         """`RunRecord.known_good_up_to` at the last deletion. It begins with the same value, -1."""
-        self._deletions: deque[set[int] | Exception] = deque()
-        """Results of the background: steps of deleted checkpoints, or the problem."""
+        self._deleted: list[set[int] | CheckpointDamaged] = []
+        """Results of the background: steps of deleted checkpoints, or damage."""
         self._saved_once = False
         """Whether a save of this process has succeeded, so that the state can be saved."""
 
@@ -250,50 +249,44 @@ class Saver:
         region = self.run.policy.rollback.region
         past = self.run.ledger.same_trouble(record.journal.next_step, region)
         targets = [each.checkpoint for each in past]  # a start after a stop takes the oldest one
-        stay = {*store.protected, *self.run.known_checkpoints.newer_than_start, *targets}
-        attempts = record.attempt_history
+        stay, attempts = {*store.protected, *targets}, record.attempt_history
 
-        def choose() -> tuple[list[CheckpointInfo], int | None]:
-            """What to delete, and the newest known-good step."""
+        def choose() -> tuple[list[CheckpointInfo], list[int]]:
+            """What to delete, and the known-good steps."""
             saves = attempts.with_status(store.checkpoints())
             saves = [saved for saved in saves if saved.path or not store.durable]
             good = [saved.step for saved in saves if saved.status == "good"]
-            if targets:
-                stay.update([at for at in good if at < targets[-1]][-1:])
-            surplus = superfluous(saves, self._keep, stay=stay)
-            return [each for each in saves if each.step in surplus], max(good, default=None)
+            older = [at for at in good if targets and at < targets[-1]]
+            surplus = superfluous(saves, self._keep, stay={*stay, *older[-1:]})
+            return [each for each in saves if each.step in surplus], good
 
         def delete() -> None:
             try:
-                surplus, newest_good = run_on_first(store.ranks, choose)
-                if surplus and newest_good is not None:
-                    store.verify(newest_good)
+                surplus, good = run_on_first(store.ranks, choose)
+                if surplus and good:
+                    store.verify(good[-1])
                 for old in surplus:
                     store.delete(old.step)
                 # The current attempt may save an abandoned step again.
-                self._deletions.append({old.step for old in surplus if not old.is_abandoned})
-            except Exception as error:
-                self._deletions.append(error)
+                self._deleted.append({old.step for old in surplus if not old.is_abandoned})
+            except CheckpointDamaged as error:
+                self._deleted.append(error)
+            except Exception as error:  # what stays costs disk space, not the run
+                store.report(str(error))
 
         store.submit(step, delete)
 
     def _collect_deletions(self) -> None:
-        """Reads the results of the deletions that have ended in the background. Does not wait.
-
-        Any error but damage becomes an event of the kind `problem`: a checkpoint that stays costs
-        disk space, not the run.
-        """
-        while self._deletions:
-            result = self._deletions.popleft()
+        """Reads the results of the deletions that have ended in the background. Does not wait."""
+        known = self.run.known_checkpoints
+        while self._deleted:
+            result = self._deleted.pop(0)
             if isinstance(result, set):
-                self.run.known_checkpoints.remove(result)
-            elif isinstance(result, CheckpointDamaged):
-                self.run.known_checkpoints.report_damage(result)
-                if result.step not in self.run.store.copies:  # a rollback can restore a copy
-                    self.run.known_checkpoints.remove({result.step})
-            else:
-                step = self.run.progress.step
-                self.run.log.event("problem", step=step, problem=str(result))
+                known.remove(result)
+                continue
+            known.report_damage(result)
+            if result.step not in self.run.store.copies:  # a rollback can restore a copy
+                known.remove({result.step})
 
     def nonfinite_in_state(self) -> list[str]:
         """Names of the arrays in the live state with disallowed NaN or Inf on any rank, sorted.

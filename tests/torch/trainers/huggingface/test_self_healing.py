@@ -275,7 +275,7 @@ def test_a_list_of_stores_is_passed_to_the_healer(tmp_path: Path):
     train(ends=6)
     shutil.rmtree(tmp_path / "local")
     assert train() == [7, 8]
-    assert sorted(scan(tmp_path / "local").complete)[-1] == 8
+    assert sorted(scan(tmp_path / "local")[0])[-1] == 8
 
 
 @pytest.mark.slow
