@@ -130,7 +130,8 @@ class Healer(Generic[State]):
         store: a directory for checkpoints (with copies in host memory), a
             `CheckpointStore`, or None for host memory only, which is lost with the process. Or a
             list of directories, as in `["/local/run", "/shared/run"]`: each checkpoint is written
-            to all of them, and a restart takes the newest checkpoint that is intact in any of them. Events and metrics are in the first.
+            to all of them, and a restart takes the newest checkpoint that is intact in any of them.
+            Events and metrics are in the first.
         loss_fn: returns the loss of one batch: `loss_fn(batch)` in torch and with nnx objects,
             `loss_fn(state, batch)` if the state is a pytree. It may return more than the loss, as
             `(loss, logits)` or as a mapping with the key "loss". The Healer calls it with current
