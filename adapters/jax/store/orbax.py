@@ -38,6 +38,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import xxhash
 from etils import epath
+from safetensors.numpy import save_file
 
 from healcore.jax.driver.program_state import MARK, program_state_of
 from healcore.jax.store.coordination import CoordinatedRanks
@@ -70,6 +71,9 @@ class JaxFormat(ArrayFormat):
     CPU are copied before `copy` returns, because the next step may reuse donated memory. JAX copies
     shards on a GPU to pinned host memory asynchronously, and handles donation.
     """
+
+    small_dtypes = ArrayFormat.small_dtypes | {"uint16", "uint32", "uint64"}  # of random keys
+    write_small = staticmethod(save_file)
 
     def __init__(self, ranks: CoordinatedRanks | None = None) -> None:
         self._ranks = ranks or Alone()

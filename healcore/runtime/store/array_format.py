@@ -45,11 +45,6 @@ SMALL_FILE = "arrays.safetensors"
 """Name of the file of a small state in the directory of the arrays."""
 _MAX_SMALL_FILE = 1 << 28
 """Largest size of such a file that is read, with the names of the arrays."""
-_SMALL_DTYPES = frozenset({
-    "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16",
-    "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2",
-})  # fmt: skip
-"""Dtypes in such a file: those that each version of safetensors reads and writes."""
 _PIECE_BYTES = 1 << 19
 """Size of a piece in bytes. It stays in a core's cache, so a second read of it costs no memory
 bandwidth."""
@@ -172,6 +167,13 @@ class ArrayFormat(ABC):
     small_bytes: int = 16 << 20
     """Largest size of a state whose arrays one process saves as one file; -1 for never. Above it
     the fixed cost of DCP and Orbax is small compared with the copying."""
+    small_dtypes: frozenset[str] = frozenset({
+        "bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32",
+        "float64", "float8_e4m3fn", "float8_e5m2",
+    })  # fmt: skip
+    """Dtypes in such a file: those that each version of safetensors reads and writes."""
+    write_small: Callable[[dict[str, Any], Path], None]
+    """Writes whole arrays of the framework as a file of safetensors."""
     world: int = 1
     """Number of ranks that save together."""
 
@@ -200,8 +202,8 @@ class ArrayFormat(ABC):
         """
 
     @abstractmethod
-    def whole(self, leaf: Leaf) -> np.ndarray | None:
-        """The array of a copy in the order of its elements, or None for a part of an array."""
+    def whole(self, leaf: Leaf) -> Any | None:
+        """The framework's array of a copy; None if it is only a part."""
 
     @abstractmethod
     def part_of_bytes(self, data: np.ndarray, node: Mapping[str, Any]) -> np.ndarray:
@@ -297,23 +299,20 @@ class ArrayFormat(ABC):
             flat: the state in host memory.
             folder: a directory that does not exist yet. All ranks write below it.
         """
-        leaves = flat.leaves.values()
-        is_small = self.world == 1 and flat.nbytes <= self.small_bytes
-        if not is_small or not all(map(self._fits_small_file, leaves)):
-            self.write_large(flat, folder)
-            return
-        folder.mkdir()
         small: dict[str, Any] = {}
-        for leaf in leaves:
-            data = raw(self.whole(leaf)).tobytes()
-            small[leaf.name] = {"dtype": leaf.dtype, "shape": leaf.shape, "data": data}
-        safetensors.serialize_file(small, folder / SMALL_FILE)
-
-    def _fits_small_file(self, leaf: Leaf) -> bool:
-        """Whether a small file can hold an array."""
-        # The key of the metadata is no name of an array. JSON holds no half of a surrogate pair.
-        is_named = leaf.name.isascii() and leaf.name != "__metadata__"
-        return is_named and leaf.dtype in _SMALL_DTYPES and self.whole(leaf) is not None
+        is_small = self.world == 1 and flat.nbytes <= self.small_bytes
+        for leaf in flat.leaves.values() if is_small else ():
+            # The key of the metadata is no name of an array, and JSON holds no half of a surrogate
+            # pair.
+            is_named = leaf.name.isascii() and leaf.name != "__metadata__"
+            whole = self.whole(leaf) if is_named and leaf.dtype in self.small_dtypes else None
+            if whole is not None:
+                small[leaf.name] = whole
+        if is_small and len(small) == len(flat.leaves):
+            folder.mkdir()
+            self.write_small(small, folder / SMALL_FILE)
+        else:
+            self.write_large(flat, folder)
 
     # -- a restore --------------------------------------------------------------------------------
 
