@@ -41,7 +41,8 @@ FIRST = {
 """Public module -> the symbols that most programs need, which come before the others."""
 TYPES = {
     "healcore.runtime.healer": ["State"],
-    "healcore.runtime.store.places": ["Places", "StorePlace"],
+    "healcore.runtime.store.places": ["Places"],
+    "healcore.runtime.store.store": ["Root", "Roots"],
     "healcore.runtime.reporting.trackers": ["TrackersLike"],
     "healcore.runtime.healer_options": ["AttachOptions", "TrainerOptions", "HealerOptions"],
     "healcore.runtime.run_options": ["EventHook", "Hook"],

@@ -157,15 +157,15 @@ def test_a_disk_that_is_full_costs_nothing_while_another_has_room(
     roots = places(tmp_path)
     disk = FailingDisk(monkeypatch)
     disk.full = {roots[full]}
-    stores = [kind(root) for root in roots]  # without copies in memory
+    store = kind(roots)  # without copies in memory
     loop = loop_with_nan(framework)
-    breaks_off(loop, rules(), range(STEPS), at=23, store=stores)
+    breaks_off(loop, rules(), range(STEPS), at=23, store=store)
     failed = events(roots[0], "save_failed")
     assert [each["step"] for each in failed] == [0, 5, 10, 10, 15, 20]
     assert f"{roots[1 - full]} has this checkpoint" in failed[0]["problem"]
     assert not scan(roots[full])[0]
     assert 20 in scan(roots[1 - full])[0]
-    del stores
+    del store
     disk.full = set()
     new_process()
     again = loop_of(framework, policy=rules())
@@ -260,8 +260,8 @@ def test_what_is_no_list_of_directories_is_refused_in_words(tmp_path):
         ([], r'store=\["/local/run", "/shared/run"\], not \[\]'),
         ([tmp_path, str(tmp_path)], "are different ones"),
         ([MemoryStore(), tmp_path], "a list of paths.*MemoryStore"),
-        ([tmp_path, 3], "not 3"),
-        ([tmp_path, ""], "not ''"),
+        ([tmp_path, 3], r"not .*, 3\]"),
+        ([tmp_path, ""], r"not .*, ''\]"),
     ]:
         with pytest.raises(ValueError, match=message):
             Healer(state=state, store=wrong)

@@ -373,7 +373,9 @@ class CheckpointStore(Writer):
             CheckpointDamaged: a digest differs.
             CheckpointNotFound: the step has no checkpoint.
         """
-        self._first_intact(self._find(step), lambda saved: None)
+        on_disk = [each for each in self._find(step) if each.folder]
+        if on_disk:
+            self._first_intact(on_disk, lambda saved: None)
 
     def restore(self, step: int, like: Mapping[str, Any]) -> Restored:
         """Verifies a checkpoint and reads it, from memory if possible.
