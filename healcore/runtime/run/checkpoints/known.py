@@ -33,6 +33,8 @@ class KnownCheckpoints:
         self.run = run
         self.started_from: int | None = None
         """Step of the snapshot or checkpoint that this process started from, or None before."""
+        self.newer_than_start: set[int] = set()
+        """Steps of checkpoints newer than the resumed one: this process could not use them."""
         self.damage: dict[tuple[str, bool], CheckpointDamaged] = {}
         """Path of each damaged checkpoint that this process has found, and whether another copy was
         intact then -> the error."""
@@ -96,7 +98,9 @@ class KnownCheckpoints:
         self.run.store.take_nonfinite()
         if self.started_from is None:
             self.started_from = step
-            self._steps = {each.step for each in self.listed() if each.is_usable}
+            saves = [each for each in self.listed() if not each.is_abandoned]
+            self.newer_than_start = {each.step for each in saves if each.step > step}
+            self._steps = {each.step for each in saves if each.finite}
         record.attempts.append(step)
         record.known_good_up_to = min(record.known_good_up_to, step)
         self._steps = {at for at in self.restorable if at <= step}

@@ -249,7 +249,8 @@ class Saver:
         region = self.run.policy.rollback.region
         past = self.run.ledger.same_trouble(record.journal.next_step, region)
         targets = [each.checkpoint for each in past]  # a start after a stop takes the oldest one
-        stay, attempts = {*store.protected, *targets}, record.attempt_history
+        stay = {*store.protected, *self.run.known_checkpoints.newer_than_start, *targets}
+        attempts = record.attempt_history
 
         def choose() -> tuple[list[CheckpointInfo], list[int]]:
             """What to delete, and the known-good steps."""
