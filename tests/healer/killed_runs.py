@@ -90,7 +90,7 @@ class Watched:
         self._calls_left: int | None = None
         for owner, name, phase in (
             (Saver, "save_state_as", SAVE),
-            (CheckpointStore, "_write_checkpoint", WRITE),
+            (CheckpointStore, "_write", WRITE),
             (Recovery, "_restore", BACK),
         ):
             self._watch(owner, name, partial(self.begin, phase), partial(self.end, phase))
