@@ -172,14 +172,15 @@ def sync_and_digest(folder: Path) -> dict[str, Digest]:
     Returns:
         Relative path of each file, with "/" -> its digest, sorted by path.
     """
-    folders = [folder, *(each for each in folder.rglob("*") if each.is_dir())]
-    paths = sorted(each for each in folder.rglob("*") if not each.is_dir())
+    found = [folder, *sorted(folder.rglob("*"))]
+    folders = [each for each in found if each.is_dir()]
+    paths = [each for each in found if each not in folders]
     nbytes = sum(path.stat().st_size for path in paths)
-    found = map_in_threads(partial(digest_of, sync=True), paths, nbytes)
+    digests = map_in_threads(partial(digest_of, sync=True), paths, nbytes)
     for each in folders:
         sync_directory(each)
     names = [path.relative_to(folder).as_posix() for path in paths]
-    return dict(zip(names, found, strict=True))
+    return dict(zip(names, digests, strict=True))
 
 
 class ChecksumError(ValueError):

@@ -159,8 +159,8 @@ def sweep(root: Path) -> list[str]:
     Returns:
         The paths of what was removed, relative to the directory.
     """
-    found = [each for folder in (root, *folders_of(root)) for each in _paths_in(folder)]
-    found = [each for each in found if files.TEMPORARY.fullmatch(each.name)]
+    places = [folder / name for folder in (root, *folders_of(root)) for name in _names_in(folder)]
+    found = [each for each in places if files.TEMPORARY.fullmatch(each.name)]
     return [each.relative_to(root).as_posix() for each in found if files.discard(each)]
 
 
@@ -181,8 +181,9 @@ def folders_of(root: Path, step: int | None = None) -> list[Path]:
     Returns:
         Paths, sorted by name. Empty if the directory cannot be read.
     """
-    found = {each: step_of(each) for each in _paths_in(root)}
-    return [each for each, at in found.items() if at is not None and step in (None, at)]
+    beginning = "step-" if step is None else f"step-{step:010d}."
+    names = [name for name in _names_in(root) if name.startswith(beginning)]
+    return [root / name for name in names if _STEP.fullmatch(name)]
 
 
 def scan(*roots: Path) -> tuple[dict[int, list[Saved]], list[CheckpointDamaged]]:
@@ -306,9 +307,9 @@ def damaged(folder: Path, difference: str, file: str = MANIFEST) -> CheckpointDa
     return CheckpointDamaged(step_of(folder) or 0, str(folder), file, difference)
 
 
-def _paths_in(folder: Path) -> list[Path]:
-    """The sorted paths in a directory; empty if it cannot be read."""
+def _names_in(folder: Path) -> list[str]:
+    """The sorted names in a directory; empty if it cannot be read."""
     try:
-        return sorted(folder.iterdir())
+        return sorted(os.listdir(folder))
     except OSError:
         return []
