@@ -52,6 +52,11 @@ def records(root: Path) -> dict[int, Any]:
     return {step: first.manifest.record for step, (first, *_) in scan(root)[0].items()}
 
 
+def folders(root: Path) -> dict[int, Path]:
+    """The checkpoints of a directory, by step."""
+    return {step: Path(first.folder or "") for step, (first, *_) in scan(root)[0].items()}
+
+
 @BOTH_FRAMEWORKS
 def test_each_directory_has_every_checkpoint_and_can_be_used_alone(framework, tmp_path):
     expected = undisturbed(framework, tmp_path)
@@ -78,7 +83,7 @@ def test_a_killed_run_continues_from_the_newest_intact_checkpoint(framework, los
     expected = undisturbed(framework, tmp_path)
     loop = loop_with_nan(framework)
     breaks_off(loop, rules(), range(STEPS), at=23, store=[local, shared])
-    newest = scan(local)[0][20][0].folder
+    newest = folders(local)[20]
     if lost == "newest of the first":
         shutil.rmtree(newest)
     elif lost == "a bit of the first":
@@ -99,7 +104,7 @@ def test_both_copies_of_a_checkpoint_are_damaged_so_the_next_older_one_is_restor
         root.mkdir()
     breaks_off(loop_of("torch"), rules(), range(STEPS), at=23, store=places(tmp_path))
     for root in places(tmp_path):
-        flip_a_bit(scan(root)[0][20][0].folder, 1)
+        flip_a_bit(folders(root)[20], 1)
     again = loop_of("torch")
     train(again, rules(), range(STEPS), store=places(tmp_path))
     assert again.faults.order[0] == 15
@@ -115,7 +120,7 @@ def test_a_checkpoint_stays_known_good_while_one_copy_is_intact(tmp_path):
         for number in healer.batches(range(60)):
             loop.step(healer, number)
             run_of(healer).store.wait()
-            for folder in {each[0].folder for each in scan(local)[0].values()} - damaged:
+            for folder in {*folders(local).values()} - damaged:
                 flip_a_bit(folder, 1)
                 damaged.add(folder)
             if number == 50:
