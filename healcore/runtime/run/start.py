@@ -129,7 +129,7 @@ def _claim(store: CheckpointStore, claims: list[Claim]) -> list[str]:
     for root in store.roots:
         claims.append(Claim(root))
         sweep(root)
-        with suppress(StoreError):  # the first listing reports it
+        with suppress(OSError):  # the first listing reports it
             for first, *_ in scan(root)[0].values():
                 runs.setdefault(str((first.manifest.record or {}).get("run")), root)
     if len(runs) > 1:

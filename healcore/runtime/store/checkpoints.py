@@ -69,6 +69,8 @@ class CheckpointDamaged(StoreError):
     """The file (or array) that differs, relative to `path`."""
     difference: str
     """What is wrong, as the end of a sentence that begins with the file."""
+    other_copy: bool = False
+    """Whether another copy of the checkpoint was used."""
 
     def _message(self) -> str:
         return (
@@ -432,18 +434,17 @@ def superfluous(
     ordered = sorted(saves, key=lambda save: save.step)
     good = [s.step for s in ordered if s.status == "good"]
     candidates = [s.step for s in ordered if s.status == "candidate" and s.finite]
-    surplus = {s.step for s in ordered if s.is_abandoned} | set(good[: -keep.good])
-    if keep.older:
-        surplus -= _one_per_doubling(good, keep.good)
     bad = [s.step for s in ordered if s.status == "candidate" and not s.finite]
-    surplus.update(bad[: max(0, len(bad) - nonfinite)])
     while len(candidates) > keep.candidates:
         # The oldest and the newest stay. The one whose neighbours are closest together goes first.
         # Without the oldest, and with saves more frequent than the probation is long, every
         # candidate would be deleted just before it is verified.
         gaps = [after - before for before, after in zip(candidates, candidates[2:], strict=False)]
-        surplus.add(candidates.pop(1 + gaps.index(min(gaps))))
-    return sorted(surplus - set(stay))
+        del candidates[1 + gaps.index(min(gaps))]
+    kept = {*stay, *good[-keep.good :], *candidates, *bad[max(0, len(bad) - nonfinite) :]}
+    if keep.older:
+        kept |= _one_per_doubling(good, keep.good)
+    return [s.step for s in ordered if s.step not in kept]
 
 
 def _one_per_doubling(good: Sequence[int], newest: int) -> set[int]:

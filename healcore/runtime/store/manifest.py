@@ -38,7 +38,6 @@ from healcore.runtime.store.checkpoints import (
     AttemptHistory,
     CheckpointDamaged,
     CheckpointInfo,
-    StoreError,
     disallowed,
 )
 from healcore.runtime.store.files import Digest
@@ -159,8 +158,9 @@ def sweep(root: Path) -> list[str]:
     Returns:
         The paths of what was removed, relative to the directory.
     """
-    places = [folder / name for folder in (root, *folders_of(root)) for name in _names_in(folder)]
-    found = [each for each in places if files.TEMPORARY.fullmatch(each.name)]
+    places = [root, *folders_of(root)]
+    found = [each for place in places for each in place.glob(".tmp-healcore-*")]
+    found = [each for each in found if files.TEMPORARY.fullmatch(each.name)]
     return [each.relative_to(root).as_posix() for each in found if files.discard(each)]
 
 
@@ -179,10 +179,13 @@ def folders_of(root: Path, step: int | None = None) -> list[Path]:
     """The folders with the name of a checkpoint, of all steps or of one step.
 
     Returns:
-        Paths, sorted by name. Empty if the directory cannot be read.
+        Paths, sorted by name.
+
+    Raises:
+        OSError: the directory cannot be read: an empty list would look like a run without any.
     """
     beginning = "step-" if step is None else f"step-{step:010d}."
-    names = [name for name in _names_in(root) if name.startswith(beginning)]
+    names = [name for name in sorted(os.listdir(root)) if name.startswith(beginning)]
     return [root / name for name in names if _STEP.fullmatch(name)]
 
 
@@ -198,16 +201,11 @@ def scan(*roots: Path) -> tuple[dict[int, list[Saved]], list[CheckpointDamaged]]
         save gets its name last, a deletion removes it first.
 
     Raises:
-        StoreError: a directory cannot be read: an empty list would look like a run without
-            checkpoints.
+        OSError: a directory cannot be read.
     """
     found: list[Saved] = []
     broken: list[CheckpointDamaged] = []
     for root in roots:
-        try:
-            os.listdir(root)
-        except OSError as error:
-            raise StoreError(f"{root} cannot be read: {error.strerror}") from None
         for folder in folders_of(root):
             try:
                 found.append(_open(folder))
@@ -245,18 +243,10 @@ def listed(
     """
     found: list[CheckpointInfo] = []
     for equal in saves.values():
-        manifest, folder, _ = next((each for each in equal if each.folder), equal[0])
-        found.append(
-            CheckpointInfo(
-                step=manifest.step,
-                status="candidate",
-                bytes=manifest.nbytes,
-                created=manifest.created,
-                attempt=manifest.attempt,
-                path=str(folder) if folder else None,
-                nonfinite=disallowed(manifest.nonfinite, nonfinite_ok),
-            )
-        )
+        known, folder, _ = next((each for each in equal if each.folder), equal[0])
+        wrong = disallowed(known.nonfinite, nonfinite_ok)
+        of_save = known.step, "candidate", known.nbytes, known.created, known.attempt
+        found.append(CheckpointInfo(*of_save, str(folder) if folder else None, wrong))
     return AttemptHistory.newest(first.history for first, *_ in saves.values()).with_status(found)
 
 
@@ -305,11 +295,3 @@ def _open(folder: Path) -> Saved:
 def damaged(folder: Path, difference: str, file: str = MANIFEST) -> CheckpointDamaged:
     """The error for a damaged file in a directory with the name of a checkpoint."""
     return CheckpointDamaged(step_of(folder) or 0, str(folder), file, difference)
-
-
-def _names_in(folder: Path) -> list[str]:
-    """The sorted names in a directory; empty if it cannot be read."""
-    try:
-        return sorted(os.listdir(folder))
-    except OSError:
-        return []

@@ -353,7 +353,7 @@ class CheckpointStore(Writer):
         except StoreError as error:
             if not self.copies:
                 raise
-            self.report(f"{error}; the copies in memory are used")
+            self.report(StoreError(f"{error}; the copies in memory are used"))
             return ()
 
     def _wait_for_inspection(self) -> None:
@@ -503,6 +503,7 @@ class CheckpointStore(Writer):
             except CheckpointDamaged as error:
                 if each is saves[-1]:
                     raise
+                error.other_copy = True
                 self._failures.append(error)
         raise AssertionError("no saves")
 
@@ -522,14 +523,15 @@ class CheckpointStore(Writer):
         if failures and not done:
             raise StoreError(failures[0])
         for text in failures:
-            self.report(f"{text}; the other directories are used")
+            self.report(StoreError(f"{text}; the other directories are used"))
         return done
 
-    def report(self, problem: str) -> None:
+    def report(self, problem: Exception) -> None:
         """Adds a problem to `take_failures`, unless it was reported before."""
-        if problem not in self._reported:
-            self._reported.add(problem)
-            self._failures.append(StoreError(problem))
+        text = str(problem)
+        if text not in self._reported:
+            self._reported.add(text)
+            self._failures.append(problem if isinstance(problem, StoreError) else StoreError(text))
 
 
 def _copied(record: Record | None) -> dict[str, Any] | None:

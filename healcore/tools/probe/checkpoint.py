@@ -16,7 +16,7 @@ import numpy as np
 from healcore.checkpoint_contents import Contents, ProbeError
 from healcore.console import counted, first_of
 from healcore.runtime.store import manifest
-from healcore.runtime.store.checkpoints import CheckpointInfo, StoreError, disallowed
+from healcore.runtime.store.checkpoints import CheckpointInfo, disallowed
 from healcore.tools.probe.checkpoint_files import damaged_archives, open_contents
 from healcore.tools.probe.checks import (
     ERROR,
@@ -134,8 +134,8 @@ def _probe_store(path: Path, inputs: CheckpointInputs) -> ProbeResult:
 
     try:
         saves, incomplete = manifest.scan(root)
-    except StoreError as error:
-        raise ProbeError(str(error)) from None
+    except OSError as error:
+        raise ProbeError(f"{root} cannot be read: {error.strerror}") from None
     broken = [folder for folder in incomplete if is_wanted(Path(folder.path))]
     rows: list[dict[str, Any]] = []
     damage: list[str] = []

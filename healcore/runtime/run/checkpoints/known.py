@@ -176,19 +176,17 @@ class KnownCheckpoints:
             self.nonfinite.append((step, names))
         return self._bad
 
-    def report_damage(self, error: CheckpointDamaged, *, other_copy: bool = False) -> None:
+    def report_damage(self, error: CheckpointDamaged) -> None:
         """Reports a damaged checkpoint, with an event of the kind `damaged`.
 
         A path is reported once, because several reads may find the same damage, and once more if
         its other copy is damaged too.
 
         Args:
-            error: the error of the read, with the step and the path.
-            other_copy: whether another copy of the checkpoint was intact. It then stays known-good.
+            error: the error of the read. If another copy was intact, it stays known-good.
         """
-        key = error.path, other_copy
-        if key in self.damage:
-            return
-        self.damage[key] = error
-        intact = other_copy or None  # an event without the field has no other copy
-        self.run.log.event("damaged", step=error.step, problem=str(error), other_copy=intact)
+        key = error.path, error.other_copy
+        if key not in self.damage:
+            self.damage[key] = error
+            intact = error.other_copy or None  # an event without the field has no other copy
+            self.run.log.event("damaged", step=error.step, problem=str(error), other_copy=intact)

@@ -63,8 +63,8 @@ class Saver:
         """The checkpoints to keep on disk."""
         self._deleted_up_to = -1
         """`RunRecord.known_good_up_to` at the last deletion. It begins with the same value, -1."""
-        self._deleted: list[set[int] | CheckpointDamaged] = []
-        """Results of the background: steps of deleted checkpoints, or damage."""
+        self._deleted: list[int] = []
+        """Steps that the background has deleted since the last look."""
         self._saved_once = False
         """Whether a save of this process has succeeded, so that the state can be saved."""
 
@@ -105,7 +105,7 @@ class Saver:
         Args:
             step: first step of the attempt.
         """
-        self._collect_deletions()
+        self._remove_deleted()
         # No checkpoint is known-good after this step.
         self._deleted_up_to = min(self._deleted_up_to, step)
         self.run.known_checkpoints.begin_attempt(step)
@@ -196,7 +196,7 @@ class Saver:
         some steps after it was ordered.
         """
         self.report_failures()
-        self._collect_deletions()
+        self._remove_deleted()
         self.run.known_checkpoints.end_due_probation()
 
     def wait(self) -> None:
@@ -208,6 +208,11 @@ class Saver:
         self.run.store.join()
         self.report_failures()
 
+    def _remove_deleted(self) -> None:
+        """Notes the deletions that have ended in the background. Does not wait."""
+        found = range(len(self._deleted))  # the thread may add some at any time
+        self.run.known_checkpoints.remove([self._deleted.pop(0) for _ in found])
+
     def report_failures(self) -> None:
         """Reports failed saves, and errors for which another copy was used.
 
@@ -218,8 +223,11 @@ class Saver:
             if isinstance(error, SaveFailed):
                 self._save_failed(error.step, error)
             elif isinstance(error, CheckpointDamaged):
-                self.run.known_checkpoints.report_damage(error, other_copy=True)
-                self.run.log.warning(f"{error}; another copy was used")
+                self.run.known_checkpoints.report_damage(error)
+                if error.other_copy:
+                    self.run.log.warning(f"{error}; another copy was used")
+                elif error.step not in self.run.store.copies:  # a rollback can restore a copy
+                    self.run.known_checkpoints.remove({error.step})
             else:
                 self.run.log.problem(self.run.progress.step, str(error))
 
@@ -269,25 +277,11 @@ class Saver:
                 for old in surplus:
                     store.delete(old.step)
                 # The current attempt may save an abandoned step again.
-                self._deleted.append({old.step for old in surplus if not old.is_abandoned})
-            except CheckpointDamaged as error:
-                self._deleted.append(error)
+                self._deleted += [old.step for old in surplus if not old.is_abandoned]
             except Exception as error:  # what stays costs disk space, not the run
-                store.report(str(error))
+                store.report(error)
 
         store.submit(step, delete)
-
-    def _collect_deletions(self) -> None:
-        """Reads the results of the deletions that have ended in the background. Does not wait."""
-        known = self.run.known_checkpoints
-        while self._deleted:
-            result = self._deleted.pop(0)
-            if isinstance(result, set):
-                known.remove(result)
-                continue
-            known.report_damage(result)
-            if result.step not in self.run.store.copies:  # a rollback can restore a copy
-                known.remove({result.step})
 
     def nonfinite_in_state(self) -> list[str]:
         """Names of the arrays in the live state with disallowed NaN or Inf on any rank, sorted.
