@@ -124,7 +124,7 @@ def test_a_checkpoint_stays_known_good_while_one_copy_is_intact(tmp_path):
                 flip_a_bit(folder, 1)
                 damaged.add(folder)
             if number == 50:
-                last_good = run_of(healer).known_checkpoints.last_good_step
+                last_good = run_of(healer).saver.last_good_step
                 raise ZeroDivisionError
     found = events(local, "damaged")
     assert found

@@ -126,7 +126,7 @@ class RunOutcome(NamedTuple):
             why: the reason of a stop, or the signal.
             **fields: more fields, such as the exception.
         """
-        good = run.known_checkpoints.last_good_step
+        good = run.saver.last_good_step
         found: CheckpointInfo | None = None
         listed = listed_checkpoints(run)
         for saved in listed:  # ascending
@@ -147,7 +147,7 @@ class RunOutcome(NamedTuple):
             lr_scale=run.rate_log.lr_scale,
             last_good=good,
             last_good_path=None if found is None else found.path,
-            nonfinite_saves=tuple(run.known_checkpoints.nonfinite),
+            nonfinite_saves=tuple(run.saver.nonfinite),
             metrics=run.monitor.metrics.values(),
             steps_lost=sum(each.lost for each in run.ledger.rollbacks),
             unrepaired=tuple(run.ledger.damage_left),
@@ -176,7 +176,7 @@ def listed_checkpoints(run: Run) -> list[CheckpointInfo]:
         run: the parts of the run.
     """
     try:
-        return run.known_checkpoints.listed()
+        return run.saver.listed()
     except StoreError:
         return []
 

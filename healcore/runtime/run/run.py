@@ -20,7 +20,6 @@ from healcore.runtime.reporting.trackers import Trackers
 from healcore.runtime.run import run_settings
 from healcore.runtime.run.batch_parts import BatchParts
 from healcore.runtime.run.batches.step_batches import StepBatches
-from healcore.runtime.run.checkpoints.known import KnownCheckpoints
 from healcore.runtime.run.checkpoints.saver import Saver
 from healcore.runtime.run.checkpoints.schedule import SaveSchedule
 from healcore.runtime.run.data_state import DataState
@@ -61,7 +60,7 @@ class Run:
                         +- rate_log, monitor, holding, witness          what is seen
                         +- recovery, nonfinite_recovery,                what is decided
                         |  out_of_memory, stopping
-                        +- schedule, known_checkpoints, saver,          checkpoints
+                        +- schedule, saver,                             checkpoints
                         |  stored_checkpoints
                         +- way_back                                     restores
 
@@ -112,10 +111,8 @@ class Run:
     """Learns in which ranges the run is healthy, and holds what has left its range."""
     witness: Witness = field(init=False)
     """Compares the weights with earlier weights."""
-    known_checkpoints: KnownCheckpoints = field(init=False)
-    """Which checkpoints are finite, damaged or known-good."""
     saver: Saver = field(init=False)
-    """Saves checkpoints, and deletes checkpoints that are not needed any more."""
+    """Saves and deletes checkpoints, and knows which are finite, damaged or known-good."""
     stored_checkpoints: StoredCheckpoints = field(init=False)
     """Reads the checkpoints that all ranks can load."""
     way_back: WayBack = field(init=False)
@@ -195,7 +192,6 @@ def construct(
     run.monitor = IncidentMonitor(run, options.hooks)
     run.holding = Holding(run)
     run.witness = Witness(run, loss_fn, options.loss_fn_cost)
-    run.known_checkpoints = KnownCheckpoints(run)
     run.saver = Saver(run, options.checkpoints.keep)
     run.stored_checkpoints = StoredCheckpoints(run)
     run.way_back = WayBack(run)

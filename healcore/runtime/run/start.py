@@ -286,7 +286,7 @@ def _may_resume(
 
 def _begin(run: Run, settings: dict[str, Any]) -> None:
     """Begins a new run with its first snapshot."""
-    if run.known_checkpoints.damage:
+    if run.saver.damage:
         raise _no_usable_checkpoint(run, {})
     record, step = run.record, run.progress.step
     record.run = broadcast(run.ranks, run.log.events.process_id)
@@ -340,7 +340,7 @@ def _statuses(saves: Sequence[CheckpointInfo]) -> dict[int, str]:
 
 def _damage(run: Run) -> dict[int, str]:
     """Step of each damaged checkpoint -> the damage."""
-    damage = [*run.known_checkpoints.damage.values()]
+    damage = [*run.saver.damage.values()]
     return {each.step: f"damaged: {each.file} {each.difference}" for each in damage}
 
 

@@ -474,14 +474,17 @@ class CheckpointStore(Writer):
         """
         self.join()
 
+        in_memory = all(self.ranks.gather(step in self.copies))
+
         def find() -> list[Saved]:
-            found = self._saves()
-            if step in found:  # without the arrays, because they may be sent to other ranks
-                return [each._replace(flat=None) for each in found[step]]
+            saves = self._saves()
+            equal = [each for each in saves.get(step, ()) if each.folder or in_memory]
+            if equal:  # without the arrays, because they may be sent to other ranks
+                return [each._replace(flat=None) for each in equal]
             for error in self.damaged():
                 if error.step == step:
                     raise error
-            raise CheckpointNotFound(step, [*found], self.place or MEMORY)
+            raise CheckpointNotFound(step, [*saves], self.place or MEMORY)
 
         return run_on_first(self.ranks, find)
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from healcore.console import first_of
 from healcore.runtime.data import DataError
 from healcore.runtime.run.checkpoints.schedule import SaveReason
 from healcore.runtime.run.data_state import DATA_STATE_ITEM
@@ -67,6 +68,19 @@ class Saver:
         """Steps that the background has deleted since the last look."""
         self._saved_once = False
         """Whether a save of this process has succeeded, so that the state can be saved."""
+        self.started_from: int | None = None
+        """Step of the snapshot or checkpoint that this process started from, or None before."""
+        self.newer_than_start: set[int] = set()
+        """Steps of checkpoints newer than the resumed one: this process could not use them."""
+        self.damage: dict[tuple[str, bool], CheckpointDamaged] = {}
+        """Path of each damaged checkpoint that this process has found, and whether another copy was
+        intact then -> the error."""
+        self.nonfinite: list[tuple[int, tuple[str, ...]]] = []
+        """Step and array names of each checkpoint of this process with disallowed NaN or Inf."""
+        self._steps: set[int] = set()
+        """Steps of the checkpoints that are not abandoned."""
+        self._bad: dict[int, tuple[str, ...]] = {}
+        """Those of this attempt with disallowed NaN or Inf, as far as known -> array names."""
 
     def items(self) -> dict[str, Any]:
         """Name -> item of the live state to save, except healcore's record."""
@@ -95,21 +109,6 @@ class Saver:
             step: step of the checkpoint, which exists.
         """
         self.run.store.replace_record(step, self.record_of(step))
-
-    def begin_attempt(self, step: int) -> None:
-        """Begins an attempt at a step. Called at a start and after a rollback.
-
-        Checkpoints of later steps are abandoned, because their steps are trained again. The next
-        regular save is due in the interval after this step.
-
-        Args:
-            step: first step of the attempt.
-        """
-        self._remove_deleted()
-        # No checkpoint is known-good after this step.
-        self._deleted_up_to = min(self._deleted_up_to, step)
-        self.run.known_checkpoints.begin_attempt(step)
-        self.run.schedule.last_saved = self.run.schedule.last_regular = step
 
     def keep_random_states(self) -> None:
         """Keeps the random states after a step or an epoch, for a save at a later exception.
@@ -153,7 +152,7 @@ class Saver:
         rollback can carry out.
         """
         step = self.run.progress.step
-        self.run.witness.add_anchor(step, {*self.run.known_checkpoints.restorable, step})
+        self.run.witness.add_anchor(step, {*self.restorable, step})
         self.run.store.protected = self.run.witness.steps_needed
 
     def save_state_as(self, step: int, why: SaveReason) -> None:
@@ -182,7 +181,7 @@ class Saver:
             self._save_failed(step, error)
         else:
             self._saved_once = True
-            self.run.known_checkpoints.add(step)
+            self._steps.add(step)  # finite until the background has inspected it
             self.unsaved.pop(step, None)
             seconds = round(time.monotonic() - began, 6)
             self.run.log.event("save", step=step, why=why.value, seconds=seconds)
@@ -197,7 +196,7 @@ class Saver:
         """
         self.report_failures()
         self._remove_deleted()
-        self.run.known_checkpoints.end_due_probation()
+        self.end_due_probation()
 
     def wait(self) -> None:
         """Waits until the background is done, and reports failed saves.
@@ -210,8 +209,8 @@ class Saver:
 
     def _remove_deleted(self) -> None:
         """Notes the deletions that have ended in the background. Does not wait."""
-        found = range(len(self._deleted))  # the thread may add some at any time
-        self.run.known_checkpoints.remove([self._deleted.pop(0) for _ in found])
+        while self._deleted:
+            self._steps.discard(self._deleted.pop(0))
 
     def report_failures(self) -> None:
         """Reports failed saves, and errors for which another copy was used.
@@ -223,11 +222,11 @@ class Saver:
             if isinstance(error, SaveFailed):
                 self._save_failed(error.step, error)
             elif isinstance(error, CheckpointDamaged):
-                self.run.known_checkpoints.report_damage(error)
+                self.report_damage(error)
                 if error.other_copy:
                     self.run.log.warning(f"{error}; another copy was used")
                 elif error.step not in self.run.store.copies:  # a rollback can restore a copy
-                    self.run.known_checkpoints.remove({error.step})
+                    self._steps.discard(error.step)
             else:
                 self.run.log.problem(self.run.progress.step, str(error))
 
@@ -235,7 +234,7 @@ class Saver:
         """Notes a failed save, with a warning."""
         if not (isinstance(error, SaveFailed) and error.elsewhere):
             if step not in self.run.store.copies:
-                self.run.known_checkpoints.remove({step})
+                self._steps.discard(step)
             self.unsaved[step] = str(error)
         self.run.log.event("save_failed", step=step, problem=str(error))
         self.run.log.warning(f"checkpoint {step} was not saved: {error}")
@@ -257,7 +256,7 @@ class Saver:
         region = self.run.policy.rollback.region
         past = self.run.ledger.same_trouble(record.journal.next_step, region)
         targets = [each.checkpoint for each in past]  # a start after a stop takes the oldest one
-        stay = {*store.protected, *self.run.known_checkpoints.newer_than_start, *targets}
+        stay = {*store.protected, *self.newer_than_start, *targets}
         attempts = record.attempt_history
 
         def choose() -> tuple[list[CheckpointInfo], list[int]]:
@@ -402,3 +401,135 @@ class Saver:
         if pending:
             line = "batches that were read for the next step come again after a restart"
             self.run.log.note(self.run.progress.step, line)
+
+    # -- what is known of the checkpoints ---------------------------------------------------------
+
+    def listed(self) -> list[CheckpointInfo]:
+        """The checkpoints in the store with their statuses, as this rank sees them.
+
+        `StoredCheckpoints.listed` returns the checkpoints that all ranks see.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+        return self.run.record.attempt_history.with_status(self.run.store.checkpoints())
+
+    @property
+    def restorable(self) -> set[int]:
+        """Steps of the checkpoints that a rollback could restore.
+
+        A checkpoint is among them while it is saved and inspected, because most saves turn out to
+        be finite. It leaves the set when NaN or Inf, or damage, is found in it.
+        """
+        return self._steps - self._bad.keys()
+
+    @property
+    def last_good_step(self) -> int | None:
+        """Step of the newest known-good checkpoint, or None if there is none.
+
+        There is none until the first probation of the run is over. A rollback lowers the value to
+        at most the step that it has restored: what was known about later checkpoints belongs to
+        undone steps.
+        """
+        last = self.run.record.known_good_up_to
+        return max((at for at in self.restorable if at <= last), default=None)
+
+    @property
+    def on_probation(self) -> list[int]:
+        """Steps of the checkpoints whose probation is not over, ascending.
+
+        Such a checkpoint is newer than the newest known-good one, and may hold damage that has not
+        shown yet. It becomes known-good after `[rollback] probation` healthy steps.
+        """
+        last = self.run.record.known_good_up_to
+        return sorted(at for at in self._steps if at > last)
+
+    def begin_attempt(self, step: int) -> None:
+        """Begins an attempt at a step. Called at a start and after a rollback.
+
+        Checkpoints of later steps are abandoned, because their steps are trained again, and all
+        findings so far are dropped. The next regular save is due in the interval after this step.
+
+        Args:
+            step: step of the first snapshot, of the resumed checkpoint, or of the target of a
+                rollback.
+        """
+        self._remove_deleted()
+        # No checkpoint is known-good after this step.
+        self._deleted_up_to = min(self._deleted_up_to, step)
+        self.run.schedule.last_saved = self.run.schedule.last_regular = step
+        record = self.run.record
+        self.run.store.take_nonfinite()
+        if self.started_from is None:
+            self.started_from = step
+            saves = [each for each in self.listed() if not each.is_abandoned]
+            self.newer_than_start = {each.step for each in saves if each.step > step}
+            self._steps = {each.step for each in saves if each.finite}
+        record.attempts.append(step)
+        record.known_good_up_to = min(record.known_good_up_to, step)
+        self._steps = {at for at in self.restorable if at <= step}
+        self._bad = {}
+
+    def end_due_probation(self) -> None:
+        """Makes checkpoints known-good if their probation is over. Called once per step.
+
+        No probation ends while an incident is open, because whether the weights are damaged is not
+        known yet. When a probation has ended, the journal drops the steps that no rollback can ask
+        for any more: without that, its list of unhealthy steps would grow for the whole run.
+        """
+        journal, on_probation = self.run.record.journal, self.on_probation
+        steps = journal.next_step - on_probation[0] if on_probation else 0
+        if steps >= self.run.policy.rollback.probation and not journal.open:
+            self.end_probation()
+            # A rollback needs the steps since the newest known-good checkpoint.
+            journal.drop_before(min([self.last_good_step or 0, *self.on_probation]))
+
+    def end_probation(self, *, before: float = math.inf) -> None:
+        """Makes the checkpoints known-good whose probation was over before a step.
+
+        Args:
+            before: only healthy steps before this one count. A rollback passes the onset of its
+                trouble.
+        """
+        journal, probation = self.run.record.journal, self.run.policy.rollback.probation
+        for step in self.on_probation:
+            if journal.healthy_steps(step, int(min(before, journal.next_step))) < probation:
+                break
+            self.run.record.known_good_up_to = step
+            self.read_nonfinite()
+            if step not in self._bad:
+                self.run.log.event("good", step=step)
+
+    def read_nonfinite(self) -> dict[int, tuple[str, ...]]:
+        """Step -> names of arrays with disallowed NaN or Inf, of the saves of this attempt.
+
+        Waits until the saves are inspected, and not for the disk. Reports each once.
+        """
+        for step, names in self.run.store.take_nonfinite():
+            if step in self._bad:
+                continue
+            self._bad[step] = names
+            problem = f"checkpoint {step} is not finite in {first_of(names)}"
+            self.run.log.event("problem", step=step, problem=problem)
+            if not self.nonfinite:
+                self.run.log.warning(
+                    f"{problem}: it can never be known-good. If NaN or Inf is expected in these "
+                    "arrays, name them in nonfinite_ok"
+                )
+            self.nonfinite.append((step, names))
+        return self._bad
+
+    def report_damage(self, error: CheckpointDamaged) -> None:
+        """Reports a damaged checkpoint, with an event of the kind `damaged`.
+
+        A path is reported once, because several reads may find the same damage, and once more if
+        its other copy is damaged too.
+
+        Args:
+            error: the error of the read. If another copy was intact, it stays known-good.
+        """
+        key = error.path, error.other_copy
+        if key not in self.damage:
+            self.damage[key] = error
+            intact = error.other_copy or None  # an event without the field has no other copy
+            self.run.log.event("damaged", step=error.step, problem=str(error), other_copy=intact)

@@ -110,7 +110,7 @@ class _End:
             self.error = self._judge(problem)
         if self.together:
             self._try("checkpoints on probation", run.saver.poll)
-            self._try("the last saves", run.known_checkpoints.read_nonfinite)
+            self._try("the last saves", run.saver.read_nonfinite)
         ending = self._kind()
         if ending == Ending.COMPLETED and not state.is_complete:
             run.record.completed = True

@@ -87,7 +87,7 @@ class StoredCheckpoints:
 
     def listed(self) -> list[CheckpointInfo]:
         """The checkpoints that every rank lists, as rank 0 sees them. Collective."""
-        of_ranks = self.run.ranks.gather(self.run.known_checkpoints.listed())
+        of_ranks = self.run.ranks.gather(self.run.saver.listed())
         common = set.intersection(*({saved.step for saved in saves} for saves in of_ranks))
         return [saved for saved in of_ranks[0] if saved.step in common]
 
@@ -137,7 +137,7 @@ class StoredCheckpoints:
         with suppress(StoreError):  # a missing disk is reported where it is needed
             damaged = self.run.store.damaged()
         for error in broadcast(self.run.ranks, damaged):
-            self.run.known_checkpoints.report_damage(error)
+            self.run.saver.report_damage(error)
 
     def load_first_intact(
         self,
@@ -184,7 +184,7 @@ class StoredCheckpoints:
                 failure = loaded
             if failure is not None:
                 problems.append(str(failure))
-                self.run.known_checkpoints.report_damage(failure)
+                self.run.saver.report_damage(failure)
         reasons = "; ".join(problems) or "none of them is on every rank"
         raise NoGoodCheckpoint(f"no checkpoint of steps {list(steps)} can be restored: {reasons}")
 

@@ -103,15 +103,15 @@ class WayBack:
                 not fit.
             StoreError: the store cannot be read.
         """
-        known, onset = self.run.known_checkpoints, trouble.onset
-        self.run.saver.wait()
-        known.end_probation(before=onset)
+        saver, onset = self.run.saver, trouble.onset
+        saver.wait()
+        saver.end_probation(before=onset)
         self.run.stored_checkpoints.find_damage()
         if trouble.better_step is not None:
             onset, tried = trouble.better_step, ()
         initial = [self.run.record.first_step]
-        if known.started_from is not None:
-            initial.append(known.started_from)
+        if saver.started_from is not None:
+            initial.append(saver.started_from)
         saves, changes = self.run.stored_checkpoints.listed(), self.run.record.changes
         fitting = saves
         if changes:  # the run with the new structure begins with the first save after the change
@@ -453,7 +453,7 @@ class WayBack:
 
     def _newest_usable(self, *, before: int) -> int | None:
         """Step of the newest usable checkpoint before a step, or None without one."""
-        saves = self.run.known_checkpoints.listed()
+        saves = self.run.saver.listed()
         return max(
             (each.step for each in saves if each.step < before and each.is_usable), default=None
         )

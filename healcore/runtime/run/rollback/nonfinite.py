@@ -247,7 +247,7 @@ class NonfiniteRecovery:
         policy, journal = self.run.policy, self.run.journal
         if at_end:
             self.run.saver.save_if_not_finite()
-        nonfinite = self.run.known_checkpoints.read_nonfinite()
+        nonfinite = self.run.saver.read_nonfinite()
         attempt = len(self.run.record.attempts)
         new = {(attempt, step) for step in nonfinite} - self._answered
         self._answered |= new
@@ -260,7 +260,7 @@ class NonfiniteRecovery:
         acts = bool(action & SERIOUS) and not policy.observes
         finite = self.weights_are_finite()
         sound = 0  # step of the newest earlier save without NaN
-        for each in self.run.known_checkpoints.restorable:
+        for each in self.run.saver.restorable:
             if each < first:
                 sound = max(sound, each)
         batches: list[BatchId] = []  # a skipped step does not undo changes by its forward pass
