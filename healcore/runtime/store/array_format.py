@@ -510,16 +510,12 @@ def _array_types(name: str, entry: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _array_type(node: values.Node) -> str:
-    """Dtype and shape of a node, and the kind of a random key; "no array" for another value.
+    """Dtype and shape of a node, and the kind of a random key; "a number" for another value.
 
     A number is of one type, whether it is a Python number or an array without axes: a counter is a
     number at the start of a run, and an array after the first jitted step.
     """
-    if isinstance(node, int | float):
-        return "a number"
-    if not isinstance(node, dict) or not node.keys() <= {"array", "float", "complex"}:
-        return "no array"
-    array = node.get("array", {"kind": "number", "shape": ()})
-    if not array["shape"] and array["kind"] != "key":
+    array = node.get("array") if isinstance(node, dict) else None
+    if array is None or not (array["shape"] or "impl" in array):
         return "a number"
     return f"{array['dtype']}{tuple(array['shape'])} {array.get('impl', '')}".rstrip()

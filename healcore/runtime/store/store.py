@@ -10,7 +10,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -348,8 +348,7 @@ class CheckpointStore(Writer):
     def _readable(self) -> Sequence[Path]:
         """The directories that can be read. StoreError if there is none, and memory is empty."""
         try:
-            listing = {root: partial(os.listdir, root) for root in self.roots}
-            return self._in_each("the checkpoints cannot be read", listing)
+            return self._in_each("the checkpoints cannot be read", self.roots, os.listdir)
         except StoreError as error:
             if not self.copies:
                 raise
@@ -439,13 +438,14 @@ class CheckpointStore(Writer):
         saves, new = self._find(step), _copied(record)
         if step in self.copies:
             self._keep_in_memory({**self.copies, step: self.copies[step].changed(record=new)})
-        replace: dict[Path, Callable[[], object]] = {}
-        for each in saves:
-            if each.folder:
-                known = each.changed(record=new).manifest
-                replace[each.folder.parent] = partial(manifest.write, each.folder, known)
+        on_disk = {each.folder.parent: each.changed(record=new) for each in saves if each.folder}
+
+        def write(root: Path) -> None:
+            known, folder, _ = on_disk[root]
+            manifest.write(folder or root, known)
+
         failure = f"the record of step {step} cannot be written"
-        run_on_first(self.ranks, lambda: self._in_each(failure, replace))
+        run_on_first(self.ranks, lambda: self._in_each(failure, on_disk, write))
 
     def delete(self, step: int) -> None:
         """Removes a checkpoint from memory and from each directory, atomically.
@@ -463,9 +463,8 @@ class CheckpointStore(Writer):
             for folder in manifest.folders_of(root, step):
                 manifest.remove(folder)
 
-        actions = {root: partial(remove, root) for root in self.roots}
         failure = f"step {step} cannot be deleted"
-        run_on_first(self.ranks, lambda: self._in_each(failure, actions))
+        run_on_first(self.ranks, lambda: self._in_each(failure, self.roots, remove))
 
     def _find(self, step: int) -> list[Saved]:
         """The equal saves of a step, those to prefer first.
@@ -510,16 +509,18 @@ class CheckpointStore(Writer):
                 self._failures.append(error)
         raise AssertionError("no saves")
 
-    def _in_each(self, failure: str, actions: Mapping[Path, Callable[[], object]]) -> list[Path]:
-        """The directories whose action succeeds. Reports the failure of some once.
+    def _in_each(
+        self, failure: str, roots: Iterable[Path], action: Callable[[Path], object]
+    ) -> list[Path]:
+        """The directories for which an action succeeds. Reports the failure of some once.
 
         Raises StoreError if all fail.
         """
         done: list[Path] = []
         failures: list[str] = []
-        for root, action in actions.items():
+        for root in roots:
             try:
-                action()
+                action(root)
                 done.append(root)
             except OSError as error:
                 failures.append(f"{failure} in {root}: {error.strerror}")
