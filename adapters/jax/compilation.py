@@ -16,11 +16,19 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from healcore.core.array_namespace import Array, ArrayNamespace, register
+from healcore.core.array_namespace import (
+    Array,
+    ArrayNamespace,
+    Flag,
+    Int,
+    Number,
+    register,
+)
 from healcore.jax.trees import PyTree, is_array
 
 Result = TypeVar("Result")
@@ -55,14 +63,11 @@ def in_one_kernel(function: Callable[..., Result], *args: PyTree) -> Result:
     ask for one function. It compiles short loops of its own so, and marks them by these attributes
     of the call. An XLA that does not know them compiles the function as any other.
 
-    On other platforms, and with several devices, among which XLA would have to divide the call, the
-    operations are inlined.
-
     Args:
         function: a pure function, within `jit`.
         args: its arguments.
     """
-    if jax.default_backend() != "cpu" or jax.device_count() > 1:
+    if not is_one_kernel():
         return function(*args)
 
     def with_inlined_calls(*args: PyTree) -> Result:  # of `jnp.where`
@@ -71,6 +76,15 @@ def in_one_kernel(function: Callable[..., Result], *args: PyTree) -> Result:
 
     with set_xla_metadata(inlineable="false", xla_cpu_small_call="true"):
         return jax.jit(with_inlined_calls)(*args)
+
+
+def is_one_kernel() -> bool:
+    """Whether `in_one_kernel` makes one kernel.
+
+    On other platforms, and with several devices, among which XLA would have to divide the call, the
+    operations are inlined.
+    """
+    return jax.default_backend() == "cpu" and jax.device_count() == 1
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
@@ -88,6 +102,17 @@ def _call(
 
 class JaxNamespace(ArrayNamespace):
     """The functions of the core for JAX. `JAX` is the instance."""
+
+    def where(self, condition: Flag, x: Array | Number, y: Array | Number, /) -> Array:
+        """A selection. `jnp.where` is a call, which XLA has to inline, and converts numbers."""
+        dtype = jnp.result_type(x, y)
+        shape = jnp.broadcast_shapes(*map(jnp.shape, (condition, x, y)))
+        x, y = (_broadcast(each, dtype, shape) for each in (x, y))
+        return lax.select(_broadcast(condition, np.bool_, shape), x, y)
+
+    def flag(self, condition: Flag, flags: int, /) -> Int:
+        """A selection, which is one operation instead of two."""
+        return self.where(condition, np.int32(flags), np.int32(0))
 
     def shared(self, x: Array, /) -> Array:
         """Makes XLA compute `x` only once: a bool, or an int32 or finite float32 of at least +0.
@@ -110,6 +135,13 @@ class JaxNamespace(ArrayNamespace):
         if x.dtype == jnp.bool_:
             return lax.ne(kept, lax.full_like(kept, 0))
         return kept
+
+
+def _broadcast(x: Array | Number, dtype: Any, shape: tuple[int, ...]) -> Array:
+    """An array of this dtype and shape. A number stays a constant of the program."""
+    if not isinstance(x, jax.Array):
+        return np.broadcast_to(np.asarray(x, dtype), shape)
+    return jnp.broadcast_to(x.astype(dtype), shape)
 
 
 JAX = JaxNamespace(jnp)

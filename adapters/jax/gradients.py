@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 
 from healcore.core.engine import Engine
 from healcore.core.signals import SignalError, Signals
@@ -77,11 +78,11 @@ def scale(tree: Tree, factor: jax.typing.ArrayLike) -> Tree:
         tree: the gradients.
         factor: float32 0-d, such as a factor of a clip or a multiplier of the learning rate.
     """
-    return _changed(tree, lambda leaf: _product(leaf, factor))
+    return _changed(tree, lambda leaf: product(leaf, factor))
 
 
-def scale_to_limit(tree: Tree, factor: jax.Array) -> Tree:
-    """Works as `scale` by a factor of at most 1. Returns the leaves themselves if it is 1.
+def scale_to_limit(tree: Tree, factor: jax.Array, is_limited: jax.Array) -> Tree:
+    """Works as `scale` where `is_limited`. Elsewhere it returns the leaves themselves.
 
     LLVM contracts a product into a sum that reads it, so after `scale` a momentum, ``0.9 * trace +
     g * 1``, may round another product than ``0.9 * trace + g`` does. It does not contract the
@@ -89,9 +90,10 @@ def scale_to_limit(tree: Tree, factor: jax.Array) -> Tree:
 
     Args:
         tree: the gradients.
-        factor: float32 0-d, at most 1.
+        factor: float32 0-d.
+        is_limited: whether a rollback has set a limit of the norm, bool 0-d.
     """
-    return _changed(tree, lambda leaf: jnp.where(factor < 1, _product(leaf, factor), leaf))
+    return _changed(tree, lambda leaf: lax.select(is_limited, product(leaf, factor), leaf))
 
 
 def scale_each(tree: Tree, factors: jax.Array) -> Tree:
@@ -102,7 +104,7 @@ def scale_each(tree: Tree, factors: jax.Array) -> Tree:
         factors: float32 (n,), in the order of `both_norms`.
     """
     remaining = iter(factors)
-    return _changed(tree, lambda leaf: _product(leaf, next(remaining)))
+    return _changed(tree, lambda leaf: product(leaf, next(remaining)))
 
 
 def clip_as_optax(tree: Tree, max_norm: Any, factor: jax.Array, uses_factor: jax.Array) -> Tree:
@@ -126,52 +128,38 @@ def clip_as_optax(tree: Tree, max_norm: Any, factor: jax.Array, uses_factor: jax
     uses_factor |= ~jnp.isfinite(optax.tree.norm(gradients))
     remaining = iter(clipped)
     return _changed(
-        tree, lambda leaf: jnp.where(uses_factor, _product(leaf, factor), next(remaining))
+        tree, lambda leaf: lax.select(uses_factor, product(leaf, factor), next(remaining))
     )
 
 
-def fill_where(tree: Tree, condition: jax.typing.ArrayLike, value: float) -> Tree:
-    """Replaces every element by `value` where the condition holds.
+def fill_where(tree: Tree, condition: jax.Array, value: float) -> Tree:
+    """Replaces every gradient or update by `value` where the condition holds, see `filled`."""
+    return _changed(tree, lambda leaf: filled(leaf, condition, value))
 
-    An update of -0.0 keeps every parameter bit-identical: ``p + -0.0`` is p for every p, but
-    ``-0.0 + 0.0`` is ``+0.0``. (XLA's bfloat16 addition flushes subnormals, |p| < 1.2e-38, in some
-    programs; `commit` keeps subnormals.) XLA fuses this into the addition, at no cost.
+
+def filled(
+    leaf: jax.Array, condition: jax.Array, value: float, tested: Iterable[jax.Array] = ()
+) -> jax.Array:
+    """Replaces the elements of a gradient or update by `value`, at no cost: XLA fuses it.
+
+    An update of -0.0 keeps a parameter bit-identical: ``p + -0.0`` is p for every p, but ``-0.0 +
+    0.0`` is ``+0.0``. (XLA's bfloat16 addition flushes subnormals, |p| < 1.2e-38, in some programs;
+    `commit` keeps subnormals.)
 
     Args:
-        tree: gradients or updates.
-        condition: bool 0-d, such as the skip.
+        leaf: the gradient or the update of one tensor.
+        condition: replaces all elements, bool 0-d, such as the skip.
         value: 0.0 for gradients that an optimizer reads, -0.0 for updates.
+        tested: arrays of the leaf's shape, or 0-d. An element is also replaced where one of them is
+            NaN or Inf.
     """
-    return _changed(tree, lambda leaf: _filled(leaf, condition, value))
-
-
-def fill_nonfinite(update: jax.Array, parts: Iterable[jax.Array]) -> jax.Array:
-    """Replaces every NaN and Inf of an update by -0.0, which keeps these parameters.
-
-    Only for an optimizer that may make them. If the update is a product, its factors are tested: a
-    test of the product is a second use, with which LLVM does not contract the product into the sum
-    of the parameter. RMSprop would end with other last bits than without `protect`.
-
-    Args:
-        update: the update of one tensor.
-        parts: the factors of the update, or the update itself; each of the update's shape, or one
-            that broadcasts to it.
-
-    Returns:
-        The update, with its shape and dtype.
-    """
-    is_finite: Any = True
-    for part in parts:
-        is_finite &= jnp.isfinite(part)
-    return _filled(update, ~is_finite, -0.0)
-
-
-def _filled(leaf: jax.Array, condition: jax.typing.ArrayLike, value: float) -> jax.Array:
-    """A leaf with `value` where the condition holds."""
     both: Any = value
     if jnp.iscomplexobj(leaf):
-        both = jax.lax.complex(value, value)
-    return jnp.where(condition, jnp.full_like(leaf, both), leaf)
+        both = lax.complex(value, value)
+    kept = ~condition
+    for each in tested:
+        kept = kept & jnp.isfinite(each)
+    return lax.select(kept, leaf, lax.full_like(leaf, both))
 
 
 def _changed(tree: Tree, change: Callable[[jax.Array], jax.Array]) -> Tree:
@@ -194,10 +182,10 @@ def _square_sum(leaf: jax.Array) -> jax.Array:
     return jnp.sum(jnp.square(jnp.asarray(leaf).astype(jnp.float32)))
 
 
-def _product(leaf: jax.Array, factor: jax.typing.ArrayLike) -> jax.Array:
+def product(leaf: jax.Array, factor: jax.typing.ArrayLike) -> jax.Array:
     """A leaf times a factor, computed in at least float32, in the dtype of the leaf."""
     if jnp.iscomplexobj(leaf):  # in a complex product, -0.0 becomes 0.0
-        return jax.lax.complex(_product(jnp.real(leaf), factor), _product(jnp.imag(leaf), factor))
+        return lax.complex(product(jnp.real(leaf), factor), product(jnp.imag(leaf), factor))
     # A product instead of a division by the norm, as in optax.clip_by_global_norm: XLA fuses a
     # product into every consumer of the gradient, but writes a quotient to memory (25 M float32
     # with adamw on 2 cores: 19 ms a step and no temporary, against 45 ms and 100 MB).
@@ -289,7 +277,7 @@ def make_signals(
         # Without a barrier, the norm and the optimizer's second moment share the squares of the
         # gradients, which XLA then writes to memory (the size of all parameters). In other modes
         # the scaling of the gradients prevents this.
-        updates = jax.lax.optimization_barrier(updates)
+        updates = lax.optimization_barrier(updates)
     found = dict.fromkeys(SIGNAL_KEYWORDS) | dict(given)
     leaf_norms = None
     if engine.per_tensor or "grad_norm" not in given:
@@ -305,7 +293,7 @@ def make_signals(
     signals, leaf_norms = axes.reduce(signals, leaf_norms, norm_reported="grad_norm" in given)
     if bad_update is not None:
         if axes.names:
-            bad_update = jax.lax.psum(bad_update.astype(jnp.int32), axes.names) > 0
+            bad_update = lax.psum(bad_update.astype(jnp.int32), axes.names) > 0
         norm: Any = signals.grad_norm
         signals = signals._replace(grad_norm=jnp.where(bad_update, jnp.nan, norm))
     return signals, leaf_norms
@@ -390,7 +378,7 @@ class Axes(NamedTuple):
         squares = None
         if leaf_norms is not None:
             squares = jnp.square(leaf_norms)
-        values, squares = jax.lax.psum((values, squares), self.names)
+        values, squares = lax.psum((values, squares), self.names)
         new = {}
         for name, total in values.items():
             new[name] = total > 0 if name in _FLAGS else total / self._size(self.names)
@@ -405,7 +393,7 @@ class Axes(NamedTuple):
 
     def _size(self, names: tuple[str, ...]) -> int:
         """The number of devices along some axes."""
-        return math.prod(jax.lax.axis_size(name) for name in names)
+        return math.prod(lax.axis_size(name) for name in names)
 
 
 def _axis_names(given: AxisName) -> tuple[str, ...]:

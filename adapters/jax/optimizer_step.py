@@ -32,9 +32,9 @@ interleaved runs on 2 CPU cores (jax 0.10.2). The slower variants have simpler c
     no protection                           18.0 ms  0 MB temp
     select at the definition (this file)    20.6 ms  0 MB temp
     clip_by_global_norm, no protection      45.0 ms  100 MB
-    lax.while_loop of zero or one pass      46.5 ms  100 MB
+    jax.lax.while_loop of zero or one pass  46.5 ms  100 MB
     where(skip, old, new) on the results    59.2 ms  196 MB
-    lax.cond(skip, keep, step)              79.9 ms  300 MB
+    jax.lax.cond(skip, keep, step)          79.9 ms  300 MB
     ======================================  =======  ==========
 """
 
@@ -47,12 +47,13 @@ from typing import Any, TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import eval_jaxpr
 from jax.extend import core as jex
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from healcore.core.errors import CommitError
-from healcore.jax.gradients import fill_nonfinite, is_gradient
+from healcore.jax.gradients import filled, is_gradient, product
 from healcore.jax.trees import Leaf, PyTree, differences, forms
 
 Atom: TypeAlias = Any
@@ -140,6 +141,10 @@ class OptimizerStep:
         update = self._output(smallest, updates, state, params)
         return None if update is None else ~jnp.isfinite(update).all()
 
+    def has_loop(self) -> bool:
+        """Whether the step has a loop, such as a line search."""
+        return any(eqn.primitive.name in _LOOPS for eqn in _equations(self._closed.jaxpr))
+
     def may_divide_by_zero(self) -> bool:
         """Whether one element of an update may be NaN or Inf though its gradient is finite."""
         for eqn in _equations(self._closed.jaxpr):
@@ -182,9 +187,10 @@ class OptimizerStep:
         state: PyTree,
         params: PyTree,
         *,
+        lr_scale: jax.Array | None,
         fills: bool,
     ) -> tuple[Any, Any]:
-        """Runs the step, and keeps the old state bit-identical on a skip.
+        """Runs the step, and on a skip keeps the old state and the parameters bit-identical.
 
         Leaves that no single equation defines (constants, inputs, duplicates) are selected at the
         end.
@@ -195,11 +201,11 @@ class OptimizerStep:
             updates: the gradients.
             state: the state to step from, such as `old` with other numbers.
             params: the parameters.
+            lr_scale: factor on the updates, float32 0-d, or None.
             fills: whether elements keep their weights where the optimizer makes NaN or Inf of them.
 
         Returns:
-            The updates and the state after the step. On a skip the updates are meaningless and must
-            not be used.
+            The updates, -0.0 on a skip, and the state after the step.
 
         Raises:
             CommitError: the step changes a shape of its state, or narrows a dtype.
@@ -231,13 +237,19 @@ class OptimizerStep:
         for place in range(len(old_leaves)):
             if place not in selected:
                 found[first + place] = keep(place, found[first + place])
-        if fills and self.may_divide_by_zero():
+        factors = {}
+        fills = fills and self.may_divide_by_zero()
+        if fills:
             # A literal has no hash.
             factors = {id(e.outvars[0]): e.invars for e in jaxpr.eqns if e.primitive.name == "mul"}
-            for place, var in enumerate(jaxpr.outvars[:first]):
-                if is_gradient(found[place]):
-                    parts = map(read, factors.get(id(var), [var]))
-                    found[place] = fill_nonfinite(found[place], parts)
+        for place, var in enumerate(jaxpr.outvars[:first]):
+            if is_gradient(found[place]):
+                # If the update is a product, its factors are tested: a test of the product is a
+                # second use, with which LLVM does not contract the product into the sum of the
+                # parameter. RMSprop would end with other last bits than without `protect`.
+                tested = map(read, factors.get(id(var), [var])) if fills else ()
+                update = found[place] if lr_scale is None else product(found[place], lr_scale)
+                found[place] = filled(update, skip, -0.0, tested)
         return jax.tree.unflatten(jax.tree.structure(self._outputs), found)
 
 
@@ -351,8 +363,8 @@ def select(skip: jax.Array, old: Leaf, new: Leaf, name: str, *, may_widen: bool 
     is_float = jnp.issubdtype(old.dtype, jnp.floating)
     bits = _SMALL_FLOATS.get(jnp.finfo(old.dtype).bits) if is_float else None
     if bits is None:
-        return jnp.where(skip, old, new)
+        return lax.select(skip, old, new)
     # On a CPU, XLA selects bfloat16 values in float32, which turns every NaN into the same NaN: 252
     # of 65536 bit patterns change (measured). A selection of integers changes none.
-    as_bits = jax.lax.bitcast_convert_type
-    return as_bits(jnp.where(skip, as_bits(old, bits), as_bits(new, bits)), old.dtype)
+    as_bits = lax.bitcast_convert_type
+    return as_bits(lax.select(skip, as_bits(old, bits), as_bits(new, bits)), old.dtype)

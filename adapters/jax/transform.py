@@ -492,17 +492,15 @@ class Protection:
             scale = ScaleByHealLrState(decision.lr_scale.astype(jnp.float32))
             given_state = map_nodes(ScaleByHealLrState, lambda _: scale, given_state)
         updates = clip(engine, decision, is_limited, read, given, self.axes)
-        # Replaces bad gradients by zeros, so that a loop in the optimizer (line search,
-        # Newton-Schulz) terminates. XLA fuses this with the scaling, at no cost.
-        updates = gradients.fill_where(updates, skip, 0.0)
+        if traced.has_loop():
+            # Bad gradients become zeros, so that a line search or Newton-Schulz ends.
+            updates = gradients.fill_where(updates, skip, 0.0)
+        lr_scale = decision.lr_scale if scales_updates else None
         updates, inner_state = traced.take_or_skip(
-            skip, old, updates, given_state, arrays, fills=heals
+            skip, old, updates, given_state, arrays, lr_scale=lr_scale, fills=heals
         )
         if numbers is not None:
             inner_state = optax_states.with_program_numbers(inner_state, given_state, old)
-        if scales_updates:
-            updates = gradients.scale(updates, decision.lr_scale)
-        updates = gradients.fill_where(updates, skip, -0.0)
         return updates, ProtectState(healing, resets, inner_state)
 
 
@@ -542,7 +540,7 @@ def clip(
     if decision.group_scale is not None:
         return gradients.scale_each(updates, decision.group_scale * decision.grad_scale)
     if engine.config.clip is None:
-        return gradients.scale_to_limit(updates, decision.grad_scale)
+        return gradients.scale_to_limit(updates, decision.grad_scale, is_limited)
     if not engine.clips_at_fixed_norm or "grad_norm" in given or axes.split:
         return gradients.scale(updates, decision.grad_scale)
     max_norm = engine.config.clip.max_norm

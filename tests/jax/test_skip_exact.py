@@ -273,7 +273,7 @@ def narrowed(g, s, p):
 
 
 def step_or_keep(step, skip, g, s, p):
-    return OptimizerStep(step, g, s, p).take_or_skip(skip, s, g, s, p, fills=False)
+    return OptimizerStep(step, g, s, p).take_or_skip(skip, s, g, s, p, lr_scale=None, fills=False)
 
 
 CASES = {

@@ -201,6 +201,7 @@ class Engine:
         change_expected = state.change_expected
         if signals.change_expected is not None:
             change_expected = change_expected | signals.change_expected
+        change_expected = xp.shared(change_expected)
         grace = xp.where(change_expected, config.grace_steps, xp.decremented(state.grace))
         seen = check_signals(signals, change_expected, last, clips=clips)
         detectors, alarms, lasting, z_loss = self._detect(state, seen, grace <= 0)

@@ -74,12 +74,14 @@ def update_rule(
         `quiet_steps` steps. A skip needs the first at each step. An alert at each step of a long
         fault would be noise, so alerts, saves and stops are ordered by the second.
     """
-    streak = (state.streak + 1) * hit
-    fired = hit & (streak >= config.consecutive)
+    streak, age, fired = state.streak, state.age, hit
+    if type(config.consecutive) is not int or config.consecutive > 1:
+        streak = xp.where(hit, streak + 1, 0)
+        fired = hit & (streak >= config.consecutive)
     window = state.window
     if config.within:
         window = xp.with_slot(window, step % config.within, xp.as_int(hit))
         fired = fired & (xp.sum(window, -1) >= config.count)
-    newly_fired = fired & (state.age >= quiet_steps)
-    age = xp.where(fired, 0, state.age + 1)
+    newly_fired = fired & (age >= quiet_steps)
+    age = xp.where(fired, 0, age + 1)
     return RuleState(streak, window, age), fired, newly_fired
