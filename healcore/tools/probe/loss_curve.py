@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -27,8 +26,6 @@ _END_SHARE = 0.05
 """Fraction of the curve that counts as its start, and as its end."""
 _MAX_VALUES = 16_384
 """Largest number of values for the detector. A longer curve is reduced to block medians."""
-_HIGH_SIGMAS, _END_FRACTION = 3.0, 0.1
-"""An event ends at its last value above 3 standard deviations and above 0.1 of its maximum."""
 _CHANGE_TO_SIGMA = 0.886
 """Standard deviation of Gaussian noise divided by the mean absolute difference of neighbours."""
 
@@ -186,8 +183,6 @@ class InstabilityEvent(NamedTuple):
     """Number of logged values above the level."""
     height: float
     """Highest value minus the level before the event, in standard deviations of the noise."""
-    back: bool
-    """Whether the curve returned to the level before the event."""
     last: float
     """Last step above the level."""
 
@@ -218,40 +213,24 @@ def find_events(
     reduced = block_medians(values, _MAX_VALUES)
     size = max(1, round(len(values) / max(1, len(reduced))))
     heights, alarms, sustained = _run_detector(config, reduced)
-    spans = alarm_spans(alarms)
-    spans_of_values = spans
-    if size > 1:
-        spans_of_values = alarm_spans(_run_detector(config, values)[1])
+    spans_of_values = alarm_spans(_run_detector(config, values)[1]) if size > 1 else []
     events: list[InstabilityEvent] = []
     high_outside = heights > sigmas
-    for (first, last_alarm), following in itertools.zip_longest(spans, spans[1:]):
-        lasting = first + np.flatnonzero(sustained[first : last_alarm + 1])
-        if not len(lasting):
+    for first, last in alarm_spans(alarms):
+        span = slice(first, last + 1)
+        if not sustained[span].any():
             continue
-        end = last_alarm + 1
-        limit = len(reduced)
-        if following is not None:
-            limit = following[0]
-        while end < limit and sustained[end]:
-            end += 1
-        height = float(heights[first:end].max())
-        over = max(_HIGH_SIGMAS, _END_FRACTION * height)
-        high = first + np.flatnonzero(heights[first:end] > over)
-        last = end
-        if len(high):
-            last = int(high[-1]) + 1
-        back = end < len(reduced) and end - lasting[0] < 2 * config.window
-        high_outside[first:end] = False
-        begin = first * size
+        high_outside[span] = False
+        begin, stop = first * size, min((last + 1) * size, len(values))
+        if last + 1 == len(reduced):
+            stop = len(values)
         for onset, last_of_span in spans_of_values:
-            if last_of_span >= begin and onset < end * size:
+            if last_of_span >= begin and onset < stop:
                 begin = onset
                 break
-        stop = min(last * size, len(values))
-        if last == len(reduced):
-            stop = len(values)
+        height = float(heights[span].max())
         step, last_step = float(steps[begin]), float(steps[stop - 1])
-        events.append(InstabilityEvent(step, stop - begin, height, bool(back), last_step))
+        events.append(InstabilityEvent(step, stop - begin, height, last_step))
     unfinished = bool(events) and events[-1].last == steps[-1]
     return events, int(np.count_nonzero(high_outside)), unfinished
 
@@ -265,8 +244,7 @@ def _run_detector(config: Any, values: np.ndarray) -> tuple[np.ndarray, np.ndarr
     def judge(state: Any, loss: Any) -> Any:
         state, reading = config.update(state, blank._replace(loss=loss))
         alarm = reading.alarm | reading.sustained  # as in the engine
-        # `lasting` keeps an event open over single steps that return to the level.
-        return state, (reading.z, alarm, reading.sustained | (state.lasting > 0))
+        return state, (reading.z, alarm, reading.sustained)
 
     state = map_leaves(_scalar, config.init())
     with np.errstate(all="ignore"):  # as in the engine

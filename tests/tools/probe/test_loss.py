@@ -196,7 +196,6 @@ def test_a_spike_that_lasts_is_one(noise, length):
     values[1200 : 1200 + length] += 3.0
     (event,), _, unfinished = events(values)
     assert event.step == 1200
-    assert event.back
     assert length - 2 <= event.values <= length + 2
     assert event.last == event.step + event.values - 1
     assert not unfinished
