@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter
@@ -180,7 +180,7 @@ class RunRecord:
         A checkpoint holds the result. `RunRecord.of` reads it, and raises if the version is not its
         own: a record that was understood in part could lead to a wrong decision.
         """
-        return {**asdict(self), "schema": SCHEMA}
+        return {**_RECORD.dump_python(self, warnings=False), "schema": SCHEMA}
 
     @classmethod
     def of(cls, stored: Mapping[str, Any]) -> RunRecord:
