@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from operator import index
 from typing import Any, Literal, NamedTuple
 
 from healcore.console import first_of
@@ -239,12 +240,12 @@ def disallowed(names: Collection[str], nonfinite_ok: Collection[str]) -> tuple[s
         nonfinite_ok: names, or patterns such as `model.*.mask`, of arrays that may have them. A
             mask of an attention, for example, is full of -inf.
     """
-    found: list[str] = []
     allowed = (*nonfinite_ok, f"{BUFFERS_ITEM}.*")
-    for name in names:
-        if not any(name == each or fnmatchcase(name, each) for each in allowed):
-            found.append(name)
-    return tuple(found)
+    return tuple(
+        name
+        for name in names
+        if not any(name == each or fnmatchcase(name, each) for each in allowed)
+    )
 
 
 class Restored(NamedTuple):
@@ -286,12 +287,11 @@ class AttemptHistory(NamedTuple):
         Returns:
             The attempts. Empty if the record has no attempts, or no attempts of the right form.
         """
-        if record is None:
+        try:
+            found: Any = record
+            return cls(tuple(map(index, found["attempts"])), index(found["known_good_up_to"]))
+        except (LookupError, TypeError):
             return cls()
-        starts, known_good = record.get("attempts"), record.get("known_good_up_to")
-        if not isinstance(starts, list | tuple) or type(known_good) is not int:
-            return cls()
-        return cls(tuple(each for each in starts if type(each) is int), known_good)
 
     @classmethod
     def newest(cls, histories: Iterable[AttemptHistory]) -> AttemptHistory:

@@ -10,6 +10,7 @@ Digests are xxh3, 128 bits. They detect damage, not malice.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -155,11 +156,9 @@ def digest_of(path: Path, *, sync: bool = False) -> Digest:
     Raises:
         OSError: the file cannot be read, or is not a regular file.
     """
-
-    def opener(path: str, flags: int) -> int:
-        return regular_file.opener(path, flags | getattr(os, "O_NOFOLLOW", 0))
-
-    with open(path, "rb", buffering=0, opener=opener) as file:
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, "a link", str(path))
+    with open(path, "rb", buffering=0, opener=regular_file.opener) as file:
         state = hashlib.file_digest(file, xxhash.xxh3_128)
         if sync:
             os.fsync(file.fileno())

@@ -248,21 +248,19 @@ class Saver:
 
         A second rollback in the region of the last one must not use a checkpoint that became
         known-good later, so the targets there and the next older known-good one stay. The
-        decision uses the attempts as saved, so that a restart knows the same known-good
+        statuses are those of the saved records, so that a restart knows the same known-good
         checkpoints. The newest of them is verified first. If it is damaged, nothing is deleted.
         """
-        store, record = self.run.store, self.run.record
-        self._deleted_up_to = record.known_good_up_to
+        store = self.run.store
+        self._deleted_up_to = self.run.record.known_good_up_to
         region = self.run.policy.rollback.region
-        past = self.run.ledger.same_trouble(record.journal.next_step, region)
+        past = self.run.ledger.same_trouble(self.run.journal.next_step, region)
         targets = [each.checkpoint for each in past]  # a start after a stop takes the oldest one
         stay = {*store.protected, *self.newer_than_start, *targets}
-        attempts = record.attempt_history
 
         def choose() -> tuple[list[CheckpointInfo], list[int]]:
             """What to delete, and the known-good steps."""
-            saves = attempts.with_status(store.checkpoints())
-            saves = [saved for saved in saves if saved.path or not store.durable]
+            saves = [saved for saved in store.checkpoints() if saved.path or not store.durable]
             good = [saved.step for saved in saves if saved.status == "good"]
             older = [at for at in good if targets and at < targets[-1]]
             surplus = superfluous(saves, self._keep, stay={*stay, *older[-1:]})
