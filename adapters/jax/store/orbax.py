@@ -314,19 +314,14 @@ def _encode_array(flat: FlatState, path: values.Path, value: Any) -> values.Node
         if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             kind, extra = "key", {"impl": str(jax.random.key_impl(value))}
             value = jax.random.key_data(value)
-        layout = value.sharding
-        parts = {}
-        for piece in value.addressable_shards:
-            parts[_index_of(piece.index, value.shape)] = piece.data
+        layout, shape = value.sharding, value.shape
+        parts = {_index_of(piece.index, shape): piece.data for piece in value.addressable_shards}
     elif type(value) in (np.ndarray, np.memmap) or isinstance(value, np.generic):
         if value.dtype.hasobject or value.dtype.names is not None or value.dtype.kind in "SUMm":
             return None
-        kind = "numpy"
-        if isinstance(value, np.generic):
-            kind = "scalar"
+        kind, layout = "scalar" if isinstance(value, np.generic) else "numpy", None
         value = np.asarray(value, value.dtype.newbyteorder("="))
-        layout = None
-        parts = {tuple((0, size) for size in value.shape): value}
+        parts: dict[Any, Any] = {"": value}
     else:
         return None
     node = flat.add(path, kind, value.dtype.name, value.shape, parts, layout)

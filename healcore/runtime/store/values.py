@@ -37,12 +37,16 @@ _PLAIN_TYPES = {type(None), bool, int, str}
 _KEY_TYPES = (str, int, float, bool, tuple, bytes, type(None))
 _SEQUENCES = {kind.__name__: kind for kind in (list, tuple, set, frozenset)}
 _DICTS = {"dict": dict, "OrderedDict": OrderedDict, "Counter": lambda items: Counter(dict(items))}
-_LEAVES: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    float: (repr, float),  # NaN and Inf
-    complex: (lambda x: [repr(x.real), repr(x.imag)], lambda x: complex(*map(float, x))),
-    bytes: (lambda x: base64.b64encode(x).decode(), base64.b64decode),
+_LEAVES: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "float": (float, repr, float),  # NaN and Inf
+    "complex": (
+        complex,
+        lambda x: [repr(x.real), repr(x.imag)],
+        lambda x: complex(*map(float, x)),
+    ),
+    "bytes": (bytes, lambda x: base64.b64encode(x).decode(), base64.b64decode),
 }
-"""Type -> encoder and decoder of the content of its node. The tag is the name of the type."""
+"""Tag, the name of a type -> the type, encoder and decoder of the content of its node."""
 _FRAMEWORK_OF_PACKAGE = {"torch": "torch", "jax": "jax", "jaxlib": "jax"}
 """Package of a class -> framework whose adapter converts its values (`node_of`, `value_of`)."""
 
@@ -82,12 +86,13 @@ def encode(value: Any, path: Path, special: Special) -> Node:
     kind = type(value)
     if kind in _PLAIN_TYPES or (kind is float and math.isfinite(value)):
         return value
-    if kind in _LEAVES:
-        return {kind.__name__: _LEAVES[kind][0](value)}
+    tag = kind.__name__
+    if tag in _LEAVES and _LEAVES[tag][0] is kind:
+        return {tag: _LEAVES[tag][1](value)}
     if kind in (dict, OrderedDict, Counter):
-        return {kind.__name__: [_encode_item(item, path, special) for item in value.items()]}
-    if _SEQUENCES.get(kind.__name__) is kind:
-        return {kind.__name__: _encode_parts(value, path, special)}
+        return {tag: [_encode_item(item, path, special) for item in value.items()]}
+    if _SEQUENCES.get(tag) is kind:
+        return {tag: _encode_parts(value, path, special)}
     if kind is deque:
         return {"deque": [_encode_parts(value, path, special), value.maxlen]}
     node = special(path, value)
@@ -137,10 +142,7 @@ def decode(node: Node, fetch: Fetch) -> Any:
     if tag == "deque":
         parts, maxlen = content
         return deque(_decode_parts(parts, fetch), maxlen)
-    for kind, (_, decoder) in _LEAVES.items():
-        if tag == kind.__name__:
-            return decoder(content)
-    return fetch(tag, content)
+    return _LEAVES[tag][2](content) if tag in _LEAVES else fetch(tag, content)
 
 
 def _decode_parts(parts: list[Node], fetch: Fetch) -> list[Any]:
@@ -250,14 +252,9 @@ def pack_array(array: Any) -> dict[str, Any] | None:
     dtype = array.dtype
     if dtype.hasobject or dtype.names is not None:
         return None
-    for name in (dtype.str, dtype.name):  # for dtypes of ml_dtypes only the name works
-        try:
-            if np.dtype(name) == dtype:
-                text = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
-                return {"dtype": name, "shape": list(array.shape), "bytes": text}
-        except TypeError:
-            continue
-    return None
+    name = dtype.name if dtype.isbuiltin == 2 else dtype.str  # 2: a dtype of ml_dtypes
+    text = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+    return {"dtype": name, "shape": list(array.shape), "bytes": text}
 
 
 def unpack_array(content: Mapping[str, Any]) -> np.ndarray:

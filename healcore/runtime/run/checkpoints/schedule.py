@@ -87,7 +87,6 @@ class SaveSchedule:
         """Interval in which the ranks have last exchanged whether saves are slow, or None."""
         self._is_slow = False
         """Whether the saves of a rank had taken too long at the last exchange."""
-        self._slow_saves_reported = False
 
     def due(self) -> bool:
         """Whether a regular save is due, and possible. Called once per dispatch.
@@ -101,7 +100,12 @@ class SaveSchedule:
         """
         if self.run.progress.step - (self.last_saved or 0) >= self._next_warning:
             self._next_warning *= 2
-            self._warn()
+            self.run.log.problem(
+                self.run.progress.step,
+                f"no checkpoint since step {self.last_saved or 0}, where a restart begins: alarms, "
+                "gradients that no optimizer has stepped with, or saves of more than 1 % of the "
+                "time (Checkpoints(every=N) saves all the same) delay it",
+            )
         wanted = self._missed_saves >= 1 or self.after_change
         if not wanted or self.delayed or not self.may_save:
             return False
@@ -122,20 +126,6 @@ class SaveSchedule:
             self._is_slow = any(self.run.ranks.gather(self._saving_s > allowed))
             self._checked_interval = interval
         return self._is_slow
-
-    def _warn(self) -> None:
-        """Warns that nothing was saved for long, and why. Slow saves are a reason only once."""
-        why = "alarms delay the save"
-        if not self.may_save:
-            why = "an optimizer has gradients that it has not stepped with: step or zero_grad()"
-        elif self._is_slow:
-            if self._slow_saves_reported:
-                return
-            self._slow_saves_reported = True
-            why = f"saves have taken {self._saving_s:.0f} s, more than 1 % of the time; "
-            why += "Checkpoints(every=N) saves every N steps"
-        line = f"no checkpoint since step {self.last_saved or 0} ({why}); a restart begins there"
-        self.run.log.problem(self.run.progress.step, line)
 
     @property
     def may_save(self) -> bool:
