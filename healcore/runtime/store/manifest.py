@@ -224,12 +224,12 @@ def counting(saves: Iterable[Saved]) -> dict[int, list[Saved]]:
     newest record comes first.
     """
     found: dict[int, list[Saved]] = {}
-    for each in sorted(saves, key=lambda each: each.history.recency, reverse=True):
-        found.setdefault(each.manifest.step, []).append(each)
-    for step, equal in found.items():
-        latest = max(each.manifest.attempt for each in equal)
-        found[step] = [each for each in equal if each.manifest.attempt == latest]
-    return dict(sorted(found.items()))
+    newest = sorted(saves, key=lambda x: (x.manifest.attempt, x.history.recency), reverse=True)
+    for each in sorted(newest, key=lambda x: x.manifest.step):
+        equal = found.setdefault(each.manifest.step, [])
+        if not equal or each.manifest.attempt == equal[0].manifest.attempt:
+            equal.append(each)
+    return found
 
 
 def listed(

@@ -328,8 +328,8 @@ class CheckpointStore(Writer):
         Raises:
             StoreError: no directory can be read, and memory is empty.
         """
-        found = {step: first.manifest.record for step, (first, *_) in self._saves().items()}
-        return {step: record for step, record in found.items() if record is not None}
+        saves = self._saves().items()
+        return {step: each.record for step, ((each, *_), *_) in saves if each.record is not None}
 
     def damaged(self) -> list[CheckpointDamaged]:
         """Checkpoints on disk that are too damaged for `checkpoints` to list. Reads no arrays.
@@ -374,7 +374,7 @@ class CheckpointStore(Writer):
         """
         on_disk = [each for each in self._find(step) if each.folder]
         if on_disk:
-            self._first_intact(on_disk, lambda saved: None)
+            self._first_intact(on_disk, bool)
 
     def restore(self, step: int, like: Mapping[str, Any]) -> Restored:
         """Verifies a checkpoint and reads it, from memory if possible.
@@ -400,9 +400,8 @@ class CheckpointStore(Writer):
             # All ranks raise or none: the others would wait for a rank that raised.
             if folder is None:
                 flat = self.copies[step].flat
-                entries, leaves = flat.entries, flat.leaves
-                target = form.match(step, entries, like)
-                return target, form.from_host(leaves, target)
+                target = form.match(step, flat.entries, like)
+                return target, form.from_host(flat.leaves, target)
             shared, *own = json.loads(regular_file.read(folder / manifest.STATE))
             target = form.match(step, {**shared, **dict(*own[rank : rank + 1])}, like)
             leaves = form.small_leaves(folder / manifest.DATA, target)
