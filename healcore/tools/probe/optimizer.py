@@ -43,6 +43,8 @@ from healcore.tools.probe.moments import Moments, Shape, Tree, find_moments, nam
 
 _TRAINING_FACTS = ("global_step", "epoch", "best_val_loss", "best_metric", "use_qlora")
 """Numbers and flags that trainers save with a checkpoint."""
+_DAMAGE = ("nonfinite", "negative", "dead")
+"""Kinds of damaged moments."""
 _MIN_SIMILAR, _MIN_PARAMETERS = 3, 4
 _MIN_SPREAD = 0.1
 """Lower bound of the spread of log v-hat among similar parameters, which may hardly differ."""
@@ -86,19 +88,12 @@ def probe_optimizer(path: Path, inputs: OptimizerInputs) -> ProbeResult:
             weights.append(open_contents(file))
     tree = Tree(contents, weights)
     found = find_moments(tree)
-    moments: list[Moments] = []
-    for state in found:
-        if state.second.size and "int" not in state.second.dtype:
-            moments.append(state)
+    moments = [each for each in found if each.second.size and "int" not in each.second.dtype]
     if not moments:
         why = "; ".join([_no_moments(tree, found), *contents.notes])
         raise NothingToProbe(f"{path} has no second moments to judge: {why}")
     training = _training(tree)
-    step = inputs.global_step
-    if step is None:
-        step = training.get("global_step")
-    if step is not None:
-        step = float(step)
+    step = training.get("global_step") if inputs.global_step is None else inputs.global_step
     name_parameters(tree, moments)
     for moment in moments:
         moment.measure(step)
@@ -107,16 +102,11 @@ def probe_optimizer(path: Path, inputs: OptimizerInputs) -> ProbeResult:
     compared: list[Deviation] = []
     noise: set[str] = set()
     if age.verdict is PASS:
-        judged: list[Moments] = []
-        for moment in moments:
-            if moment.step is None or moment.step >= inputs.min_step:
-                judged.append(moment)
+        judged = [each for each in moments if each.step is None or each.step >= inputs.min_step]
         noise = _rounding(judged)
-        comparable: list[Moments] = []
-        for moment in judged:
-            if not moment.negative and moment.name not in noise:
-                comparable.append(moment)
-        compared = _deviations(comparable, inputs)
+        compared = _deviations(
+            [each for each in judged if not each.negative and each.name not in noise], inputs
+        )
         checks += [_dead(judged, inputs), _outliers(compared, inputs)]
     facts = {
         "format": contents.format,
@@ -125,7 +115,7 @@ def probe_optimizer(path: Path, inputs: OptimizerInputs) -> ProbeResult:
         "elements": sum(moment.size for moment in moments),
         "step": max(_known_steps(moments), default=None),
         "training": training,
-        **_damage(moments),
+        **{flag: [m.name for m in moments if getattr(m, flag)] for flag in _DAMAGE},
         "top": _top(compared, inputs),
     }
     notes = [*contents.notes]
@@ -140,32 +130,13 @@ def probe_optimizer(path: Path, inputs: OptimizerInputs) -> ProbeResult:
     return ProbeResult("optimizer", str(path), tuple(checks), facts, tuple(notes))
 
 
-def _damage(moments: Sequence[Moments]) -> dict[str, list[str]]:
-    """The names of the parameters with damaged moments, by kind of damage."""
-    names: dict[str, list[str]] = {"nonfinite": [], "negative": [], "dead": []}
-    for moment in moments:
-        if moment.nonfinite:
-            names["nonfinite"].append(moment.name)
-        if moment.negative:
-            names["negative"].append(moment.name)
-        if moment.dead:
-            names["dead"].append(moment.name)
-    return names
-
-
 def _training(tree: Tree) -> dict[str, Any]:
     """The values of `_TRAINING_FACTS` in the checkpoint, each from its shortest path."""
     values: dict[str, Any] = {}
     for path, value in sorted(tree.values.items(), key=lambda pair: len(pair[0])):
-        if not path or path[-1] not in _TRAINING_FACTS:
-            continue
-        if isinstance(value, (bool, int, float)) and not abs(value) > 1e300:
+        if path and isinstance(value, (bool, int, float)) and not abs(value) > 1e300:
             values.setdefault(path[-1], value)
-    ordered: dict[str, Any] = {}
-    for name in _TRAINING_FACTS:
-        if name in values:
-            ordered[name] = values[name]
-    return ordered
+    return {name: values[name] for name in _TRAINING_FACTS if name in values}
 
 
 def _no_moments(tree: Tree, found: Sequence[Moments]) -> str:
@@ -224,11 +195,7 @@ def _rounding(moments: Iterable[Moments]) -> set[str]:
     largest: dict[str, float] = {}
     for moment, log in logs:
         largest[moment.layer] = max(log, largest.get(moment.layer, log))
-    rounding: set[str] = set()
-    for moment, log in logs:
-        if log - largest[moment.layer] < _LOG_ROUNDING:
-            rounding.add(moment.name)
-    return rounding
+    return {each.name for each, log in logs if log - largest[each.layer] < _LOG_ROUNDING}
 
 
 def _deviations(moments: Iterable[Moments], inputs: OptimizerInputs) -> list[Deviation]:
@@ -289,12 +256,7 @@ def _deviations(moments: Iterable[Moments], inputs: OptimizerInputs) -> list[Dev
 
 def _logs(moments: Iterable[Moments]) -> list[tuple[Moments, float]]:
     """Pairs moments with log v-hat, without moments whose mean is not positive."""
-    logs: list[tuple[Moments, float]] = []
-    for moment in moments:
-        log = moment.log_v_hat
-        if log is not None:
-            logs.append((moment, log))
-    return logs
+    return [(each, log) for each in moments if (log := each.log_v_hat) is not None]
 
 
 def _lowest_group(layer_logs: Iterable[tuple[str, float]]) -> set[str]:
@@ -311,21 +273,15 @@ def _lowest_group(layer_logs: Iterable[tuple[str, float]]) -> set[str]:
     logs: dict[str, list[float]] = defaultdict(list)
     for layer, log in layer_logs:
         logs[layer].append(log)
-    levels: list[tuple[float, str]] = []
-    for layer, values in logs.items():
-        levels.append((float(np.median(values)), layer))
-    levels.sort()
+    levels = sorted((float(np.median(values)), layer) for layer, values in logs.items())
     parts = [levels[:1]]  # the layers between two gaps
     for before, level in pairwise(levels):
         if level[0] - before[0] > _MIN_GAP:
             parts.append([])
         parts[-1].append(level)
     groups = [part for part in parts if len(part) > 1]
-    baseline = levels
-    risen = sum(map(len, groups[1:]))
-    if risen > _RISEN_FRACTION * len(levels):
-        baseline = groups[0]
-    return {layer for _, layer in baseline}
+    has_risen = sum(map(len, groups[1:])) > _RISEN_FRACTION * len(levels)
+    return {layer for _, layer in (groups[0] if has_risen else levels)}
 
 
 def _spread(values: Sequence[float] | np.ndarray, least: float) -> float:
@@ -348,15 +304,9 @@ def _finite(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
     if not bad:
         message = f"the moments of all {len(moments)} parameters are finite"
         return Check("finite", PASS, message, 0, bound)
-    kind = "below 0"
-    names: list[str] = []
-    for moment in bad:
-        names.append(moment.name)
-        if moment.nonfinite:
-            kind = "NaN or Inf"
     message = (
         f"the moments of {len(bad)} of {len(moments)} parameters are not finite or below 0 "
-        f"({kind} in {first_of(names)})"
+        f"({first_of([each.name for each in bad])})"
     )
     verdict = WARN
     if len(bad) >= bound:
@@ -394,14 +344,9 @@ def _step(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
 
 def _dead(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
     """Finds parameters whose gradients were always 0."""
-    layers: set[str] = set()
-    dead: list[str] = []
-    dead_layers: set[str] = set()
-    for moment in moments:
-        layers.add(moment.layer)
-        if moment.dead:
-            dead.append(moment.name)
-            dead_layers.add(moment.layer)
+    layers = {each.layer for each in moments}
+    dead = [each.name for each in moments if each.dead]
+    dead_layers = {each.layer for each in moments if each.dead}
     fraction = len(dead_layers) / len(layers)
     bound = inputs.fail_dead
     if not dead:
@@ -429,18 +374,11 @@ def _outliers(compared: Sequence[Deviation], inputs: OptimizerInputs) -> Check:
         extreme = max(compared, key=lambda each: abs(math.log(each.ratio)))
         message = f"none; the farthest is {extreme.parameter}, {extreme}"
         return Check("outliers", PASS, message, 0.0, bound)
-    layers: set[str] = set()
-    similar: set[str] = set()  # without the embedding and the head, which have no similar layers
-    for deviation in compared:
-        layers.add(deviation.layer)
-        if deviation.similar:
-            similar.add(deviation.layer)
-    far_layers: set[str] = set()
-    risen: set[str] = set()
-    for deviation in far:
-        far_layers.add(deviation.layer)
-        if deviation.risen:
-            risen.add(deviation.layer)
+    layers = {each.layer for each in compared}
+    # Without the embedding and the head, which have no similar layers.
+    similar = {each.layer for each in compared if each.similar}
+    far_layers = {each.layer for each in far}
+    risen = {each.layer for each in far if each.risen}
     fraction = max(len(far_layers) / len(layers), len(risen) / max(1, len(similar)))
     verdict = WARN
     if fraction > bound:
