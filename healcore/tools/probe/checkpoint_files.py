@@ -106,9 +106,7 @@ def _open_store(root: Path, step: int | None) -> Contents:
     saves = {each.step: each for each in manifest.listed(found, ())}
     steps = ", ".join(map(str, saves)) or "none"
     if not saves or (step is not None and step not in saves):
-        which = f"checkpoint of step {step}"
-        if step is None:
-            which = "complete checkpoint"
+        which = "complete checkpoint" if step is None else f"checkpoint of step {step}"
         raise NothingToProbe(f"{root} has no {which}; complete steps: {steps}")
     if step is None:
         good = [each.step for each in saves.values() if each.status == "good"]
@@ -150,19 +148,12 @@ def _plain_numbers(values: np.ndarray) -> np.ndarray:
     return values.astype(np.float32)
 
 
-def _plain_values(entries: dict[str, Any]) -> dict[tuple[str, ...], Any]:
-    """The plain values in the structure of a state, such as an optimizer's groups."""
-    values: dict[tuple[str, ...], Any] = {}
-    for name, entry in entries.items():
-        values |= dict(_values(entry.get("tree", {}), (name,)))
-    return values
-
-
 def _stored_values(folder: Path) -> dict[tuple[str, ...], Any]:
-    """Reads the plain values in the state of a checkpoint."""
+    """Reads the plain values in the state of a checkpoint, such as an optimizer's groups."""
     values: dict[tuple[str, ...], Any] = {}
     for entries in json.loads(regular_file.read(folder / manifest.STATE)):
-        values |= _plain_values(entries)
+        for name, entry in entries.items():
+            values |= dict(_values(entry.get("tree", {}), (name,)))
     return values
 
 
@@ -175,10 +166,7 @@ def _values(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...],
         if tag == "float":
             yield path, float(content)
         elif tag in ("dict", "list", "tuple"):
-            items = content
-            if tag != "dict":
-                items = enumerate(content)
-            for key, part in items:
+            for key, part in content if tag == "dict" else enumerate(content):
                 yield from _values(part, (*path, *str(key).split(".")))
 
 
@@ -242,9 +230,7 @@ def _open_item(item: Path, prefix: tuple[str, ...]) -> Iterator[tuple[tuple[str,
     base = {"driver": "file", "path": f"{item}/"}
     for keys, entry in entries.items():
         # A key in healcore's own store is a dotted path.
-        path = prefix
-        for key in keys:
-            path += tuple(key.split("."))
+        path = (*prefix, *".".join(keys).split("."))
         if entry.get("skip_deserialize") or entry.get("value_type") in ("None", "string"):
             yield path, None
             continue
@@ -319,10 +305,7 @@ def damaged_archives(path: Path) -> list[str] | None:
     Returns:
         A line for each damaged archive, or None if there is no archive.
     """
-    if path.is_file():
-        files = [path]
-    else:
-        files = _checkpoint_files(path)
+    files = [path] if path.is_file() else _checkpoint_files(path)
     archives = [file for file in files if file.suffix != ".distcp" and zipfile.is_zipfile(file)]
     if not archives:
         return None
@@ -421,13 +404,7 @@ def _set_limits(path: Path) -> None:
         return
     import resource
 
-    files: list[Path] = []
-    if path.is_file():
-        files.append(path)
-    else:
-        for folder, _, names in os.walk(path):
-            for name in names:
-                files.append(Path(folder, name))
+    files = [Path(folder, name) for folder, _, names in os.walk(path) for name in names] or [path]
     stored = sum(file.lstat().st_size for file in files)
     used = resource.getrusage(resource.RUSAGE_SELF)
     allowed = _BASE_SECONDS + stored // _BYTES_PER_SECOND

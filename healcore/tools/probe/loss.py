@@ -160,18 +160,14 @@ def _measure(
     """The facts of a curve, without a judgement; `found` is the result of `find_events`."""
     events, jumps, _ = found
     finite = curve.finite
-    initial_loss = best = None
-    if len(finite):
-        initial_loss = float(finite[0])
-        best = float(finite.min())
     kept = thin({"value": curve.value}, _CURVE_POINTS)
     return {
         "values": len(curve.value),
         "files": trace.files,
-        "initial_loss": initial_loss,
+        "initial_loss": float(finite[0]) if len(finite) else None,
         "first_step": float(curve.step[0]),
         "last_step": float(curve.step[-1]),
-        "best": best,
+        "best": float(finite.min()) if len(finite) else None,
         "nonfinite": curve.nonfinite_count,
         "events": events,
         "jumps": jumps,
@@ -206,9 +202,7 @@ def _finite(column: Column, inputs: LossInputs, unit: str) -> Check:
     verdict = PASS
     if trailing:
         verdict = FAIL
-        last = f"{trailing} values are"
-        if trailing == 1:
-            last = "value is"
+        last = f"{trailing} values are" if trailing > 1 else "value is"
         message = f"it ends in NaN or Inf: the last {last} not finite ({bad} of {total} in all)"
     elif bad > inputs.max_nonfinite:
         verdict = WARN
@@ -236,9 +230,7 @@ def _zero_loss(curve: Column, trained: np.ndarray, shape: Shape, inputs: LossInp
     nonzero = Column(curve.step, np.where(untrained, np.nan, curve.value))
     sudden = len(nonzero.finite) > 0 and nonzero.finite[-1] > _NEAR_ZERO * shape.start
     count = nonzero.trailing_count
-    verdict = PASS
-    if sudden and count >= inputs.min_steps:
-        verdict = FAIL
+    verdict = FAIL if sudden and count >= inputs.min_steps else PASS
     message = f"the last {count} losses are exactly 0 or not finite, without a gradient"
     return Check("zero_loss", verdict, message, count, inputs.min_steps)
 
@@ -247,12 +239,8 @@ def _final_loss(shape: Shape, inputs: LossInputs) -> Check:
     """Checks that the level at the end is below the bound, if the user has set a bound."""
     value = shape.end
     bound = inputs.max_final_loss
-    verdict = PASS
-    rule = "no bound is set"
-    if bound is not None:
-        rule = f"should be at most {bound:g}"
-        if value > bound:
-            verdict = FAIL
+    rule = "no bound is set" if bound is None else f"should be at most {bound:g}"
+    verdict = FAIL if bound is not None and value > bound else PASS
     return Check("final_loss", verdict, f"{value:.6g}; {rule}", value, bound)
 
 
@@ -308,9 +296,7 @@ def _convergence_ratio(shape: Shape, finite: np.ndarray, inputs: LossInputs) -> 
     noise = 0.0
     if bound >= 1:
         noise = math.sqrt(2) * inputs.trend_sigmas * shape.noise / shape.start
-    verdict = PASS
-    if value > bound + noise:
-        verdict = WARN
+    verdict = WARN if value > bound + noise else PASS
     message = f"the end is {value:.4g} of the start; should be at most {bound:g}"
     return Check(name, verdict, message, value, bound)
 
@@ -329,19 +315,14 @@ def _regret(shape: Shape, inputs: LossInputs) -> Check:
     if shape.regret <= 2 * inputs.trend_sigmas * shape.noise:
         message = f"the end, {shape.end:.4g}, differs from the best, {best}, by noise only"
         return Check("regret", PASS, message, lost, bound)
-    share = f"{lost:.1%} of the progress to the best ({best}) is lost"
+    message = f"at the end, {lost:.1%} of the progress to the best ({best}) is lost; "
     if lost >= 1:
-        share = (
-            f"all progress to the best ({best}) is lost: the end, {shape.end:.4g}, is no better "
+        message = (
+            f"at the end, all progress to the best ({best}) is lost: the end, {shape.end:.4g}, is "
+            f"no better than the start, {shape.start:.4g}; "
         )
-        share += f"than the start, {shape.start:.4g}"
-    message = f"at the end, {share}; "
     message += f"WARN above {warn:.0%}, FAIL above {fail:.0%}"
-    verdict = PASS
-    if lost > fail:
-        verdict = FAIL
-    elif lost > warn:
-        verdict = WARN
+    verdict = FAIL if lost > fail else WARN if lost > warn else PASS
     return Check("regret", verdict, message, lost, bound)
 
 
@@ -359,9 +340,7 @@ def _smoothness(curve: Column, inputs: LossInputs) -> Check:
         value = 1 - _variance(changes) / variance
     message = f"{value:.3f}; should be at least {bound:g} (noise around a level has -1)"
     reliable = len(finite) >= _MIN_VALUES_FOR_SMOOTHNESS
-    verdict = PASS
-    if value < bound:
-        verdict = WARN
+    verdict = WARN if value < bound else PASS
     return Check(name, verdict, message, value, bound, decides=reliable)
 
 

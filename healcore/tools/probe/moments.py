@@ -72,9 +72,7 @@ class Tree:
         for path in paths:
             value = self.values.get(path)
             if isinstance(value, (int, float)) and not isinstance(value, bool):
-                if abs(value) < 1e300:
-                    return float(value)
-                return math.inf
+                return float(value) if abs(value) < 1e300 else math.inf
             array = self.arrays.get(path)
             if array is not None and array.size == 1:
                 return float(array.read()[0])
@@ -153,9 +151,7 @@ class Moments:
         self.size = len(second)
         self.negative = bool((finite < 0).any())
         self.dead = len(second) > 0 and not second.any()
-        self.mean = math.nan
-        if len(finite):
-            self.mean = float(finite.mean(dtype=np.float64))
+        self.mean = float(finite.mean(dtype=np.float64)) if len(finite) else math.nan
 
     @property
     def log_v_hat(self) -> float | None:
@@ -197,10 +193,9 @@ def _torch_moments(tree: Tree) -> Iterator[Moments]:
         else:
             continue
         state = path[:-1]
-        at = len(state) - 1  # the place of the last key "state", or of the parameter
-        for place, key in enumerate(state[:-1]):
-            if key == "state":
-                at = place
+        # The place of the last key "state", or of the parameter.
+        places = [place for place, key in enumerate(state[:-1]) if key == "state"]
+        at = places[-1] if places else len(state) - 1
         optimizer = state[:at]
         key = ".".join(state[at + 1 :] or state[at:])
         group = tree.groups.get(optimizer, {}).get(key, key)
@@ -208,9 +203,7 @@ def _torch_moments(tree: Tree) -> Iterator[Moments]:
         others = tuple(tree.arrays.get((*state, name)) for name in names)
         step = tree.number((*state, "step"), (*hyper, "step"))
         beta2 = tree.number((*hyper, "betas", "1"))
-        if beta2 is None:
-            beta2 = _BETA2
-        yield Moments(optimizer, key, array, others, step, beta2)
+        yield Moments(optimizer, key, array, others, step, _BETA2 if beta2 is None else beta2)
 
 
 def _optax_moments(tree: Tree) -> Iterator[Moments]:
@@ -254,12 +247,8 @@ def name_parameters(tree: Tree, moments: Sequence[Moments]) -> None:
                 members[key].set_name(key or "parameter")
         for group, numbers in groups.items():
             place = (*optimizer, "param_groups", group, "param_names")
-            names: list[str | None] = []
-            group_members: list[Moments | None] = []
-            for at, number in enumerate(numbers):
-                names.append(tree.values.get((*place, str(at))))
-                group_members.append(members.get(number))
-            _name_group(group, numbers, group_members, names, models)
+            names = [tree.values.get((*place, str(at))) for at in range(len(numbers))]
+            _name_group(group, numbers, [members.get(each) for each in numbers], names, models)
         if len(optimizers) > 1:
             for member in members.values():
                 member.name = f"{'.'.join(optimizer)}: {member.name}"
@@ -274,10 +263,7 @@ def _models(tree: Tree, optimizers: Sequence[Keys]) -> list[tuple[Model, bool]]:
     models: dict[tuple[str, bool], Model] = {}
     seen = set()
     for path, array in tree.arrays.items():
-        is_in_optimizer = False
-        for optimizer in optimizers:
-            if optimizer and path[: len(optimizer)] == optimizer:
-                is_in_optimizer = True
+        is_in_optimizer = any(each and path[: len(each)] == each for each in optimizers)
         if is_in_optimizer or "float" not in array.dtype:
             continue
         if path[-1] in _BUFFERS or (array.storage is not None and array.storage in seen):
@@ -350,21 +336,14 @@ def _find_blocks(shapes: Sequence[Shape | None]) -> tuple[int, int, int]:
 
 def _layer_of(name: str) -> str:
     """The layer: the name up to the first part with a number, such as `layers.3`."""
-    parts = name.split(".")
-    for at, part in enumerate(parts):
-        if _NUMBER.search(part):
-            return ".".join(parts[: at + 1])
-    return ".".join(parts[:-1]) or name
+    numbered = re.match(r"[^\d]*\d[^.]*", name)
+    return numbered[0] if numbered else name.rpartition(".")[0] or name
 
 
 def _has_shapes(model: Model, shapes: Sequence[Shape | None]) -> bool:
     """Whether the model has these shapes; an unknown shape is None."""
-    if len(shapes) != len(model):
-        return False
-    for shape, (_, known) in zip(shapes, model, strict=True):
-        if shape is not None and shape != known:
-            return False
-    return True
+    pairs = zip(shapes, model, strict=False)
+    return len(shapes) == len(model) and all(own in (None, shape) for own, (_, shape) in pairs)
 
 
 def _layers_of(
