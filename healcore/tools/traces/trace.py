@@ -57,11 +57,10 @@ class Rows(NamedTuple):
         Returns:
             The selected rows in their order.
         """
-        values: dict[str, np.ndarray] = {}
-        logged: dict[str, np.ndarray] = {}
-        for name in self.values:
-            values[name] = self.values[name][where]
-            logged[name] = self.logged[name][where]
+        values, logged = (
+            {name: column[where] for name, column in columns.items()}
+            for columns in (self.values, self.logged)
+        )
         return Rows(self.step[where], self.attempt[where], values, logged)
 
 
@@ -202,9 +201,9 @@ def join_logs(name: str, logs: Sequence[RawLog]) -> Trace:
     """
     begins = np.cumsum([0, *(len(log.lines) for log in logs)])
     numbers: dict[str, np.ndarray] = {}
+    masks: dict[str, np.ndarray] = {}
     for column in (*KNOWN_COLUMNS, EPOCH_LENGTH):
         numbers[column] = np.concatenate([log.numbers[column] for log in logs])
-    masks: dict[str, np.ndarray] = {}
     for signal in SIGNALS:
         mask = np.concatenate([log.logged[signal] for log in logs])
         if mask.any():
@@ -251,7 +250,7 @@ def join_logs(name: str, logs: Sequence[RawLog]) -> Trace:
             f"{each.source}: the run went back (a resume or a rollback): attempt {number} "
             f"begins at {unit} {each.first_step:.15g}"
         )
-    repeats = int(np.count_nonzero((np.diff(step) == 0) & (np.diff(attempt) == 0)))
+    repeats = int(((np.diff(step) == 0) & (np.diff(attempt) == 0)).sum())
     if repeats:
         text = f"{counted(repeats, 'row')} with the {unit} of the row before"
         problems.append(f"{name}: {text}: several runs, ranks or evaluations are judged as one run")
@@ -274,9 +273,7 @@ def _count_over_epochs(step: np.ndarray, epoch: np.ndarray, length: np.ndarray) 
     otherwise. Returns the length of an epoch, or 0 if the steps do not begin again.
     """
     rise = np.diff(step)
-    usual = 0.0
-    if (rise > 0).any():
-        usual = float(np.median(rise[rise > 0]))
+    usual = float(np.median(rise[rise > 0])) if (rise > 0).any() else 0.0
     if np.isfinite(length).all():
         longest = float(length.max())
         if np.isnan(epoch).any():
