@@ -12,6 +12,7 @@ import logging
 import sys
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from types import FrameType
 from typing import Any, Literal
 
@@ -37,21 +38,6 @@ def checked_console(console: Any) -> Console:
     raise ValueError(f'console must be "auto", True or False, got {console!r}')
 
 
-def info(line: str, console: Console = "auto") -> None:
-    """Logs or prints at INFO."""
-    _log(logging.INFO, line, console)
-
-
-def warning(line: str, console: Console = "auto") -> None:
-    """Logs or prints at WARNING."""
-    _log(logging.WARNING, line, console)
-
-
-def error(line: str, console: Console = "auto") -> None:
-    """Logs or prints at ERROR."""
-    _log(logging.ERROR, line, console)
-
-
 def stacklevel_of_program() -> int:
     """The `stacklevel` with which `warnings.warn` points to the line of the program.
 
@@ -72,7 +58,7 @@ def _is_own(frame: FrameType) -> bool:
     return module.partition(".")[0] == "healcore"
 
 
-def _log(level: int, line: str, console: Console) -> None:
+def _log(level: int, line: str, console: Console = "auto") -> None:
     line = clean(line)
     handlers = _handlers()
     if handlers:
@@ -80,9 +66,17 @@ def _log(level: int, line: str, console: Console) -> None:
         prefix = "healcore: "
         if all("(name)" in each or "{name" in each for each in formats):
             prefix = ""
-        _logger.log(level, "%s%s", prefix, line, stacklevel=3)
+        _logger.log(level, "%s%s", prefix, line, stacklevel=2)
     if console is True or (console == "auto" and not handlers and _is_enabled(level)):
         _print(line)
+
+
+info = partial(_log, logging.INFO)
+"""Logs or prints a line at INFO."""
+warning = partial(_log, logging.WARNING)
+"""Logs or prints a line at WARNING."""
+error = partial(_log, logging.ERROR)
+"""Logs or prints a line at ERROR."""
 
 
 def _is_enabled(level: int) -> bool:

@@ -48,27 +48,21 @@ def flags_text(flags: Sequence[str]) -> str:
 def readings_text(readings: Readings | ReadingsRecord, causes: Sequence[str]) -> str:
     """Describes the loss and the gradient norm of a step as a clause.
 
-    At a step whose loss is NaN, the readings have the last finite loss, and the clause says so.
+    At a step that is not finite, the readings have the last finite values, and the clause says so.
 
     Args:
-        readings: the judged numbers. Their norm is NaN, and their loss is NaN or 0, if it was
-            never measured.
+        readings: the judged numbers, NaN if they were never measured.
         causes: names of the causes of the step.
 
     Returns:
-        The clause, for example "loss 2.31, last finite gradient norm 0.8", without values that were
+        The clause, for example "last finite loss 2.31, gradient norm 0.8", without values that were
         never measured; empty if neither was.
     """
-    clauses: list[str] = []
-    for name, value, cause in (
-        ("loss", readings.loss or math.nan, "NONFINITE_LOSS"),  # 0 if the loop passes no loss
-        ("gradient norm", readings.grad_norm, "NONFINITE_GRAD"),
-    ):
-        if not math.isnan(value):
-            is_first = not clauses or "NONFINITE_LOSS" not in causes  # one "last" is enough
-            last = "last finite " if cause in causes and is_first else ""
-            clauses.append(f"{last}{name} {value:.4g}")
-    return ", ".join(clauses)
+    # The loss is 0 if the loop passes none.
+    numbers = (("loss", readings.loss or math.nan), ("gradient norm", readings.grad_norm))
+    clause = ", ".join(f"{name} {each:.4g}" for name, each in numbers if not math.isnan(each))
+    nonfinite = clause and {"NONFINITE_LOSS", "NONFINITE_GRAD"} & {*causes}
+    return f"last finite {clause}" if nonfinite else clause
 
 
 def batch_names(batches: Sequence[Sequence[int]], rows: Sequence[list[int]]) -> list[str]:
@@ -81,12 +75,9 @@ def batch_names(batches: Sequence[Sequence[int]], rows: Sequence[list[int]]) -> 
     Returns:
         A text for each batch, for example "epoch 0 batch 412 (rows 7, 19)".
     """
-    names: list[str] = []
-    for place, (epoch, index) in enumerate(batches):
-        name = f"epoch {epoch} batch {index}"
-        if place < len(rows):
-            name += f" (rows {rows_text(rows[place])})"
-        names.append(name)
+    names = [f"epoch {epoch} batch {index}" for epoch, index in batches]
+    for place, known in enumerate(rows[: len(names)]):
+        names[place] += f" (rows {rows_text(known)})"
     return names
 
 
@@ -111,11 +102,11 @@ def lr_text(rollback: EventRecord) -> str:
         the rollback did not lower the learning rate.
     """
     limit, before = rollback.lr_limit, rollback.lr_at_fault
-    if before is None:
-        before = rollback.lr
-    if limit is None or before is None:
-        return "" if limit is None else f"learning rate at most {limit:.3g}"
-    return "" if limit >= before else f"learning rate at most {limit:.3g} (it was {before:.3g})"
+    before = rollback.lr if before is None else before
+    if limit is None or (before is not None and limit >= before):
+        return ""
+    was = "" if before is None else f" (it was {before:.3g})"
+    return f"learning rate at most {limit:.3g}{was}"
 
 
 # -- sentences ------------------------------------------------------------------------------------
@@ -136,27 +127,29 @@ def alarm_text(alarm: Any) -> str:
     causes, orders = alarm.cause or (), {*(alarm.action or ())} & {"ROLLBACK", "STOP", "CUT_LR"}
     numbers = [readings_text(alarm.readings, causes) if alarm.readings else ""]
     scale = 1 if alarm.observed or alarm.lr_scale is None else alarm.lr_scale
-    if alarm.lr is not None and (scale != 1 or alarm.observed or alarm.why or not alarm.skip):
-        numbers.append(f"learning rate {alarm.lr:.4g}" + (f" × {scale:g}" if scale != 1 else ""))
-    elif "CUT_LR" in orders:
-        numbers.append(f"learning rate × {scale:g}")
-    parts = [flags_text(causes), ", ".join(filter(None, numbers)), alarm.why or ""]
+    if scale != 1 or (alarm.lr is not None and not alarm.skip):
+        rate = "" if alarm.lr is None else f" {alarm.lr:.4g}"
+        numbers.append(f"learning rate{rate}" + (f" × {scale:g}" if scale != 1 else ""))
+    parts = [flags_text(causes), ", ".join(filter(None, numbers)), alarm.why]
     if alarm.observed:
         parts.append("only observed")
     elif alarm.skip:
         parts.append("skipped" + (f" ({alarm.skips:,} so far)" if (alarm.skips or 0) > 1 else ""))
-    elif alarm.grad_scale is not None and alarm.grad_scale < 1:
+    elif (alarm.grad_scale or 1) < 1:
         parts.append(f"clipped as usual (gradients × {alarm.grad_scale:.3g})")
-    elif alarm.grad_scale is not None and not orders:
+    elif alarm.grad_scale and not orders:
         parts.append("nothing is changed")
     return "; ".join(filter(None, parts))
 
 
 def _alarm(event: EventRecord) -> str:
-    names: list[str] = []
-    if event.rows or event.skip:
-        names = batch_names(event.batches or (), event.rows or ())
-    return "; ".join(filter(None, [alarm_text(event), first_of(names, 3, "; ")]))
+    names = batch_names(event.batches or (), event.rows or ())
+    which = f"incident {event.incident}: " if event.incident else ""
+    parts = [which + alarm_text(event), first_of(names, 3) if event.rows or event.skip else ""]
+    if event.evidence:
+        norms = [f"{tensor.name} ({tensor.grad_norm:.3g})" for tensor in event.evidence]
+        parts.append(f"unusual gradients: {first_of(norms, 5)}")
+    return "; ".join(filter(None, parts))
 
 
 def _over(event: EventRecord) -> str:
@@ -172,47 +165,34 @@ def _assessment(event: EventRecord) -> str:
     weights = "earlier weights"
     if event.checkpoint is not None:
         weights = f"the weights of step {event.checkpoint}"
-    since = f"since step {event.onset}"
-    why = f"; {event.why}" if event.why else ""
-    match event.verdict, event.by:
-        case "unknown", "budget":
-            return "declined: the budget of rollbacks is exhausted"
-        case "unknown", _:
+    found = f"{weights} are better on the same batches"
+    if event.by in ("weights", "state"):
+        found = f"the {event.by} {'are' if event.by == 'weights' else 'is'} not finite"
+    match event.verdict:
+        case "unknown":
             return "declined: no evidence that the current weights are worse"
-        case "damage", "weights":
-            return f"the weights are not finite, {since}"
-        case "damage", "state":
-            return f"the state is not finite, {since}"
-        case "damage", _:
-            return f"{weights} are better on the same batches, {since}"
-        case "worse", _:
-            return f"{weights} are better on the same batches, {since}; the run may still recover"
-        case "recovered", _:
-            return f"the run has recovered from the damage of step {event.onset}{why}"
-        case "accepted", "earlier_weights":
-            return f"damage is not repaired: {weights} are better, {since}{why}"
-    return f"damage is not repaired, {since}{why}"
+        case "recovered":
+            found = f"the run has recovered from the damage of step {event.onset}"
+        case "accepted":
+            found = f"damage is not repaired, since step {event.onset}"
+        case _:
+            found += f", since step {event.onset}"
+    return "; ".join(filter(None, (found, event.why)))
 
 
 def _rollback(event: EventRecord) -> str:
-    where = f"rolled back from step {event.step} to the checkpoint of step {event.checkpoint}"
-    return ", ".join([where, *changes_of(event)])
-
-
-def changes_of(event: EventRecord) -> list[str]:
-    """What a rollback has changed, one clause each, and what becomes of the undone steps."""
-    parts = [lr_text(event)]
+    changes = [f"rolled back to checkpoint {event.checkpoint}", lr_text(event)]
     if event.batches:
-        parts.append(f"{counted(len(event.batches), 'batch', 'batches')} skipped")
+        changes.append(f"{counted(len(event.batches), 'batch', 'batches')} skipped")
     if event.steps_repeated:
-        parts.append(f"{counted(event.steps_repeated, 'step is', 'steps are')} repeated")
+        changes.append(f"{counted(event.steps_repeated, 'step is', 'steps are')} repeated")
     if event.steps_lost:
         steps = counted(event.steps_lost, "step is", "steps are")
-        parts.append(f"{steps} not repeated, because {event.why}")
-    parts += event.held or ()
+        changes.append(f"{steps} not repeated, because {event.problem}")
+    changes += event.held or ()
     if event.moments_reset:
-        parts.append("moments reset")
-    return [each for each in parts if each]
+        changes.append("moments reset")
+    return "; ".join(filter(None, (event.why, ", ".join(filter(None, changes)))))
 
 
 def _hook(event: EventRecord) -> str:
@@ -306,7 +286,7 @@ KINDS: dict[str, EventKind] = {
     ),
     "rollback": EventKind(
         "A rollback is done. `step` is the number of steps done when it began, up to one step "
-        "after the last judged step. `outcome` is what became of the data.",
+        "after the last judged step. `why` is its reason, `outcome` what became of the data.",
         ("checkpoint", "outcome"),
         _rollback,
         Trait.DURABLE | Trait.SEVERE,
@@ -332,7 +312,7 @@ KINDS: dict[str, EventKind] = {
         Trait.DURABLE | Trait.SEVERE,
     ),
     "problem": EventKind(
-        "A problem; the run continues.", ("problem",), "problem: {e.problem}", Trait.SEVERE
+        "A problem; the run continues.", ("problem",), "{e.problem}", Trait.SEVERE
     ),
     "end": EventKind(
         "The process ends. A killed process does not write this event.",

@@ -12,7 +12,7 @@ from pydantic_core import to_json
 
 from healcore.core.decision import Cause, names_of
 from healcore.core.step_record import SKIPS, StepRecord, Why
-from healcore.events.json_lines import append, warn_of_loss
+from healcore.events.log import append, warn_of_loss
 
 _METRICS_SCHEMA = 1
 
@@ -55,8 +55,6 @@ class MetricsLog:
         self._lines: list[bytes] = []
         self._flushed = time.monotonic()
         self._has_failed = False
-        self._received: set[tuple[str, str]] = set()
-        """(engine, signal) of each signal that the engine has received so far."""
 
     def write(
         self, step: int, record: StepRecord, *, several: bool, steps_at_once: int = 1
@@ -73,25 +71,25 @@ class MetricsLog:
             The fields of the line, without its head. None for a step without a line, unless
             `tracked`, and where no step was due.
         """
-        every = 1 if record.cause or not self.automatic else self._thinning(step, steps_at_once)
+        every = 1  # number of steps that a line of a thinned file represents, a power of two
+        if self.automatic and not record.cause:
+            doublings = (step // _UNTHINNED).bit_length()
+            every <<= doublings + (steps_at_once // _LINES_AT_ONCE).bit_length()
         written = self.path is not None and step % every == 0
         if record.why == Why.NOT_DUE or not (written or self.tracked):
             return None
-        try:
-            fields = self._fields(record, several)
-            if written:
-                head: dict[str, Any] = {
-                    "schema": _METRICS_SCHEMA,
-                    "kind": "step",
-                    "run": self.process_id,
-                    "time": round(time.time(), 3),
-                    "step": step,
-                }
-                if every > 1:
-                    head["every"] = every
-                self._lines.append(to_json(head | fields) + b"\n")
-        except Exception:  # from converting a value of the driver; the training continues
-            fields = None
+        fields = _fields(record, several)
+        if written:
+            head: dict[str, Any] = {
+                "schema": _METRICS_SCHEMA,
+                "kind": "step",
+                "run": self.process_id,
+                "time": round(time.time(), 3),
+                "step": step,
+            }
+            if every > 1:
+                head["every"] = every
+            self._lines.append(to_json(head | fields) + b"\n")
         if len(self._lines) >= _MAX_BUFFERED or time.monotonic() - self._flushed >= _FLUSH_SECONDS:
             self.flush()
         return fields
@@ -109,41 +107,29 @@ class MetricsLog:
                 warn_of_loss("metrics", self.path, error)
             self._has_failed = True
 
-    def _thinning(self, step: int, steps_at_once: int) -> int:
-        """The number of steps that a line of a thinned file represents, a power of two."""
-        doublings = (step // _UNTHINNED).bit_length()
-        doublings += (steps_at_once // _LINES_AT_ONCE).bit_length()
-        return 1 << doublings
 
-    def _fields(self, record: StepRecord, several: bool) -> dict[str, Any]:
-        fields: dict[str, Any] = {"engine": record.engine} if several else {}
-        if record.judged:  # otherwise the record has the numbers of the step before
-            self._add_signal(fields, record, "loss", Cause.NONFINITE_LOSS)
-            self._add_signal(fields, record, "grad_norm", Cause.NONFINITE_GRAD)
-        for name in (*NUMBERS, *COMPARED, "lr"):
-            value = getattr(record, name)
-            if value is not None:
-                fields[name] = _number(value)
-        fields["skip"] = record.why in SKIPS
-        if record.why == Why.EXTERNAL:
-            fields["scaler_skip"] = True
-        fields["cause"] = names_of(record.cause)
-        fields["action"] = names_of(record.action)
-        return fields
+def _fields(record: StepRecord, several: bool) -> dict[str, Any]:
+    """The fields of a line. "nan" replaces the last finite loss or norm of a record.
 
-    def _add_signal(
-        self, fields: dict[str, Any], record: StepRecord, name: str, nonfinite: Cause
-    ) -> None:
-        """Adds the loss or norm of the step; "nan" replaces the last finite value.
-
-        The engine starts with zeros, so a signal that has always been 0 is not received.
-        """
-        value, signal = getattr(record, name), (record.engine, name)
-        is_nonfinite = bool(record.cause and record.cause & nonfinite)
-        if value != 0 or is_nonfinite:
-            self._received.add(signal)
-        if signal in self._received:
-            fields[name] = "nan" if is_nonfinite else _number(value)
+    The engine has the loss 0 if the loop passes none, so a loss of 0 has no field.
+    """
+    fields: dict[str, Any] = {"engine": record.engine} if several else {}
+    if record.judged:  # otherwise the record has the numbers of the step before
+        for name, cause in (("loss", Cause.NONFINITE_LOSS), ("grad_norm", Cause.NONFINITE_GRAD)):
+            if record.cause and record.cause & cause:
+                fields[name] = "nan"
+            elif name == "grad_norm" or record.loss != 0:
+                fields[name] = _number(getattr(record, name))
+    for name in (*NUMBERS, *COMPARED, "lr"):
+        value = getattr(record, name)
+        if value is not None:
+            fields[name] = _number(value)
+    fields["skip"] = record.why in SKIPS
+    if record.why == Why.EXTERNAL:
+        fields["scaler_skip"] = True
+    fields["cause"] = names_of(record.cause)
+    fields["action"] = names_of(record.action)
+    return fields
 
 
 def _number(value: SupportsFloat) -> float | str:

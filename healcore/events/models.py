@@ -89,8 +89,8 @@ class EventRecord(_EventsModel):
     """An event from a file, without values of the wrong type.
 
     A field has the same meaning and type in every kind; `kinds.KINDS` lists the required fields of
-    each kind. `log.parse` guarantees `seq`, `run` and `kind`. Any other field may be None, because
-    the file may be damaged, edited, or written by a newer healcore.
+    each kind. `events.read` guarantees `seq`, `run` and `kind`. Any other field may be None: the
+    file may be damaged, edited, or written by a newer healcore.
 
     The record is made by `validate`, and is immutable. The description of each field is the text in
     docs/events.schema.json.
@@ -146,7 +146,7 @@ class EventRecord(_EventsModel):
     moments_reset: bool = _maybe("The moments of the optimizers were reset.")
     outcome: str = _maybe("What became of the data at a rollback: rewound, or why not.")
     why: str = _maybe("The reason, as text.")
-    problem: str = _maybe("What went wrong, as text.")
+    problem: str = _maybe("What went wrong, as text; of a rollback why steps are not repeated.")
     verdict: Literal["damage", "worse", "recovered", "accepted", "unknown"] = _maybe(
         "Whether the model is worse. worse: earlier weights are better, and the run has time to "
         "recover; recovered: the run is as good again, or the mean loss at the end is no "
@@ -154,12 +154,13 @@ class EventRecord(_EventsModel):
         "fit both damage and different data, or do not show that the current weights are worse."
     )
     by: Literal[
+        "rule",
+        "hook",
         "weights",
         "state",
         "earlier_weights",
         "nonfinite_steps",
         "intended_numbers",
-        "budget",
         "nothing",
     ] = _maybe("Basis of the verdict, or of the rollback.")
     rise: Number = _maybe(
@@ -217,7 +218,7 @@ def validate(event: Mapping[str, Any]) -> tuple[EventRecord, list[str]]:
     a run. So the event is validated a second time, without the fields that failed.
 
     Args:
-        event: an event from `healcore.events.log.parse`.
+        event: an event from `healcore.events.read`.
 
     Returns:
         The event without its invalid fields, and the names of these fields in the event's order.
@@ -225,12 +226,6 @@ def validate(event: Mapping[str, Any]) -> tuple[EventRecord, list[str]]:
     try:
         return EventRecord.model_validate(event), []
     except ValidationError as error:
-        invalid = {str(detail["loc"][0]) for detail in error.errors(include_url=False)}
-    valid_fields: dict[str, Any] = {}
-    invalid_names: list[str] = []
-    for name, value in event.items():
-        if name in invalid:
-            invalid_names.append(name)
-        else:
-            valid_fields[name] = value
-    return EventRecord.model_validate(valid_fields), invalid_names
+        wrong = {str(detail["loc"][0]) for detail in error.errors(include_url=False)}
+    right = {name: value for name, value in event.items() if name not in wrong}
+    return EventRecord.model_validate(right), [name for name in event if name in wrong]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.events.json_lines import parse_line, read_lines
+from healcore.events.log import read_lines
 from healcore.events.models import NONFINITE_TEXTS
 
 _MAX_ROWS = 9000
@@ -38,29 +38,22 @@ class Curves(NamedTuple):
     """Multiplier of the learning rate, in (0, 1]."""
     lr: np.ndarray | None = None
     """Learning rate of the program, before the multiplier."""
-    attempt: np.ndarray | None = None
-    """Number of the attempt, int, or None if all rows are of attempt 0."""
     nonfinite: np.ndarray | None = None
     """Whether the logged loss or norm is not finite, bool, or None without such marks."""
     rows: int | None = None
     """Number of rows before thinning, or None if no row was dropped."""
 
     def undone(self) -> np.ndarray:
-        """Marks the rows that a later attempt has replaced, by starting at or before their step.
+        """Marks the rows that a later row has replaced: it has the same step or an earlier one.
 
-            attempt          0  0  0  0  1  1  1
             step             0  1  2  3  2  3  4
             undone           .  .  x  x  .  .  .
 
         Returns:
             bool (n,).
         """
-        if self.attempt is None:
-            return np.zeros(len(self.step), bool)
-        ends = np.flatnonzero(np.diff(self.attempt))  # last row of each attempt except the last
-        next_start = np.full(len(self.step), np.inf)
-        next_start[ends] = self.step[ends + 1]
-        return self.step >= np.minimum.accumulate(next_start[::-1])[::-1]
+        from_here = np.minimum.accumulate(self.step[::-1])[::-1]  # the smallest step from a row on
+        return self.step >= np.append(from_here[1:], np.inf)[: len(self.step)]
 
 
 def thin(curves: Mapping[str, np.ndarray], limit: int) -> np.ndarray:
@@ -82,16 +75,13 @@ def thin(curves: Mapping[str, np.ndarray], limit: int) -> np.ndarray:
     if length <= limit:
         return np.arange(length)
     kept = {0, length - 1}
-    bins = max(1, (limit - 2) // (3 * len(curves)))
-    for rows in np.array_split(np.arange(length), bins):
-        for curve in curves.values():
-            values = curve[rows]
-            finite = np.isfinite(values)
-            if not finite.all():
-                kept.add(rows[np.argmin(finite)])
-            if finite.any():
-                kept.add(rows[np.argmin(np.where(finite, values, np.inf))])
-                kept.add(rows[np.argmax(np.where(finite, values, -np.inf))])
+    bins = np.array_split(np.arange(length), max(1, (limit - 2) // (3 * len(curves))))
+    for values in curves.values():
+        finite = np.isfinite(values)
+        low, high = np.where(finite, values, np.inf), np.where(finite, values, -np.inf)
+        for rows in bins:
+            kept |= {rows[low[rows].argmin()], rows[high[rows].argmax()]}
+            kept.add(rows[finite[rows].argmin()])
     return np.array(sorted(kept))
 
 
@@ -106,44 +96,40 @@ def thinned(curves: Curves) -> Curves:
     """
     arrays: dict[str, np.ndarray] = {}
     for name, values in curves._asdict().items():
-        if values is not None and (name in ("step", "loss") or not np.isnan(values).all()):
+        if isinstance(values, np.ndarray) and (name == "loss" or not np.isnan(values).all()):
             arrays[name] = values
-    # As a curve, `attempt` keeps the first row of each attempt, an extreme of its bin.
     kept = thin(arrays, _MAX_ROWS)
-    thinned_arrays = {name: values[kept] for name, values in arrays.items()}
-    return Curves(**thinned_arrays, rows=len(curves.step))
+    return Curves(**{name: values[kept] for name, values in arrays.items()}, rows=len(curves.step))
 
 
 def read_metrics(path: Path, processes: Sequence[str]) -> tuple[Curves, list[str]]:
     """Reads the rows of the processes of a run from its metrics file.
 
-    With several optimizers, only the first optimizer has rows. An attempt begins with a process, or
-    with a step that does not increase.
+    With several optimizers, only the first optimizer has rows.
 
     Args:
         path: the metrics file, to which a process may still write.
         processes: ids of the processes, as in the field `run` of a line.
 
     Returns:
-        The curves, with attempts from 0, and a sentence about each damaged line.
+        The curves, and a sentence about each damaged line.
 
     Raises:
         OSError: the file cannot be read.
     """
     rows = array("d")  # 8 bytes per number: a long run has millions of rows
     damage: list[str] = []
-    attempt, process, step, engine = -1, "", 0, None
+    engine = None
     for line in _rows(path, processes, damage):
         engine = line.get("engine", "") if engine is None else engine
-        if line.get("engine", "") != engine:
-            continue
-        attempt += line["run"] != process or line["step"] <= step
-        process, step = line["run"], line["step"]
-        rows.extend((step, attempt, *_values(line)))
-    table = np.frombuffer(rows).reshape(-1, 3 + len(_CURVES))
-    steps, attempts, nonfinite, *curves = table.T
-    named = dict(zip(_CURVES, curves, strict=True))
-    return Curves(steps, attempt=attempts, nonfinite=nonfinite.astype(bool), **named), damage
+        if line.get("engine", "") == engine:
+            nonfinite = any(line.get(name) in NONFINITE_TEXTS for name in ("loss", "grad_norm"))
+            rows.extend((line["step"], nonfinite, *(_number(line.get(name)) for name in _CURVES)))
+    steps, nonfinite, *values = np.frombuffer(rows).reshape(-1, 2 + len(_CURVES)).T
+    curves = dict(zip(_CURVES, values, strict=True))
+    # A threshold of 0 means no limit.
+    curves["threshold"] = np.where(curves["threshold"] == 0, np.nan, curves["threshold"])
+    return Curves(steps, nonfinite=nonfinite.astype(bool), **curves), damage
 
 
 def last_rows(path: Path, process: str) -> dict[str, dict[str, Any]]:
@@ -164,33 +150,18 @@ def last_rows(path: Path, process: str) -> dict[str, dict[str, Any]]:
 
 def _rows(path: Path, processes: Sequence[str], damage: list[str]) -> Iterator[dict[str, Any]]:
     """The lines of some processes in a metrics file. Adds a sentence for each damaged line."""
-    for number, line in read_lines(path, _parse_row):
+    for number, line in read_lines(path):
         if isinstance(line, str):
             damage.append(f"line {number}: {line}")
-        elif line["run"] in processes:
+        elif type(step := line.get("step")) is not int or not 0 <= step < 1 << 53:
+            damage.append(f"line {number}: not a metrics line, which has a whole number `step`")
+        elif line.get("run") in processes:
             yield line
 
 
-def _parse_row(line: bytes) -> dict[str, Any] | str:
-    """Parses a line of a metrics file: the row, or the reason why the line is none."""
-    parsed = parse_line(line)
-    if isinstance(parsed, str):
-        return parsed
-    step = parsed.get("step")
-    if type(step) is not int or not 0 <= step < 1 << 53 or not isinstance(parsed.get("run"), str):
-        return "not a metrics line, which has a whole number `step` and a text `run`"
-    return parsed
-
-
-def _values(line: Mapping[str, Any]) -> tuple[float, ...]:
-    """Whether a logged loss or norm is not finite, then the values of the curves, or NaN."""
-    values: list[float] = []
-    for name in _CURVES:
-        value: Any = line.get(name)
-        # A bool is an int too, but no number here; an int of 400 digits is no float.
-        known = (type(value) in (int, float) and abs(value) < 1e300) or value in NONFINITE_TEXTS
-        values.append(float(value) if known else math.nan)
-    nonfinite = any(line.get(name) in NONFINITE_TEXTS for name in ("loss", "grad_norm"))
-    if values[2] == 0:  # a threshold of 0 means no limit
-        values[2] = math.nan
-    return nonfinite, *values
+def _number(value: Any) -> float:
+    """A value of a line as a number, or NaN if it is none."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):  # an int of 400 digits is no float
+        return math.nan

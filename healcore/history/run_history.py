@@ -8,16 +8,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from healcore.events.json_lines import Event
+import numpy as np
+
 from healcore.events.kinds import Trait, has
+from healcore.events.log import Event
 from healcore.events.models import Ending, EventRecord, validate
 from healcore.events.process import Process
-from healcore.history.incidents import Counts, Incident, incidents_of
 
+MAX_ALARMS = 100
+"""Limit of alarms with an event: per incident, and in total outside of incidents."""
+QUIET_STEPS = 10
+"""Rows without an alarm that end an incident, as in the policy `default`."""
 _MAX_EVENTS = 10_000
 """Limit of the kept events of a run, of about 6 kB each: the newest ones."""
-_ROUTINE = ("save", "good")
-"""Kinds of events that a healthy run writes again and again. Only their checkpoints are kept."""
 
 
 class RunState(enum.StrEnum):
@@ -43,6 +46,224 @@ class RunState(enum.StrEnum):
     """No event `end`, and whether the process exists is unknown, for example on another host."""
 
 
+class Mode(enum.StrEnum):
+    """Whether the orders of the policy were carried out.
+
+    Reports depend on it: "3 steps were skipped" in mode HEAL is "would have been skipped" in the
+    other modes.
+    """
+
+    HEAL = "heal"
+    """All orders were carried out."""
+    OBSERVE = "observe"
+    """No order was carried out during the run."""
+    REPLAY = "replay"
+    """The orders are from a later replay of recorded rows."""
+
+
+class Counts(NamedTuple):
+    """Counts of a run or a replay, for reports and the postmortem.
+
+    None means unknown, which is not 0: clips, for example, are not events, so only the postmortem
+    and the metrics of a run have their number.
+    """
+
+    incidents: int = 0
+    """Incidents, including incidents whose steps a rollback has undone."""
+    rollbacks: int = 0
+    """Rollbacks that were carried out; without healing, incidents that would be rolled back."""
+    skips: int = 0
+    """Skipped steps, including steps that a rollback has undone."""
+    clips: int | None = None
+    """Steps with clipped gradients, or None if unknown."""
+    alarms: int | None = None
+    """Steps with a cause, or None if unknown."""
+    lr_cuts: int = 0
+    """Cuts of the learning rate, which only a live run counts."""
+    dropped: int = 0
+    """Steps that a loss scale has left out, which only a live run counts."""
+
+
+def changes_made(counts: Mapping[str, Any], *, observes: bool) -> dict[str, Any]:
+    """The counts of changes of a run, whose policy may only have observed.
+
+    Args:
+        counts: name of a change, such as `skips` -> its number, or None if unknown.
+        observes: whether the policy only observes, so that nothing was changed.
+
+    Returns:
+        The counts. With `observes`, "skips" is 0, and "observed_skips" is the number of skips that
+        the policy would have made.
+    """
+    if not observes:
+        return {**counts}
+    return dict.fromkeys(counts, 0) | {f"observed_{name}": counts[name] for name in counts}
+
+
+def alarm_spans(alarm: np.ndarray, quiet_steps: int = QUIET_STEPS) -> list[tuple[int, int]]:
+    """Groups alarms that follow one another closely.
+
+    A replay and the loss probe name the onsets of the same spans.
+
+    Args:
+        alarm: whether a row has an alarm, bool (n,).
+        quiet_steps: number of rows without an alarm that separates two spans.
+
+    Returns:
+        The first row of each span, which is its onset, and the last row with an alarm.
+    """
+    rows = np.flatnonzero(alarm)
+    spans = np.split(rows, 1 + np.flatnonzero(np.diff(rows) > quiet_steps))
+    return [(int(span[0]), int(span[-1])) for span in spans if len(span)]
+
+
+# -- incidents ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Incident:
+    """Alarms with one onset, and what was done about them.
+
+    An incident is a sequence of close alarms: it begins at the first alarm, its onset, and is over
+    after `incident.quiet_steps` steps without an alarm. One fault that lasts 50 steps is one
+    incident, and spends one attempt of the budget. A rollback for which no detector raised an alarm
+    has an incident too, with number 0.
+    """
+
+    number: int
+    """Number from 1, over the whole run; 0 for a rollback without an incident."""
+    onset_step: float
+    """Step of the first alarm."""
+    step: float
+    """Step of the last alarm or order. In a replay the step of the first order, if any."""
+    cause: tuple[str, ...] = ()
+    """Names of the causes of all alarms."""
+    action: tuple[str, ...] = ()
+    """Orders to the host, which are carried out only in mode HEAL."""
+    mode: Mode = Mode.HEAL
+    """Whether the policy healed, observed, or was replayed."""
+    first: EventRecord = field(default_factory=EventRecord)
+    """The first alarm: later alarms are mostly consequences of it. Without fields if unknown."""
+    alarms: int = 0
+    """Alarms with an event."""
+    skipped: int = 0
+    """Skipped steps."""
+    clipped: int | None = None
+    """Steps with clipped gradients, or None if not counted."""
+    responses: list[EventRecord] = field(default_factory=list)
+    """Events of what was done: rollbacks, hooks, declined orders, a stop."""
+    lr_path: tuple[float, ...] = ()
+    """Learning-rate multipliers: the first, and after each cut."""
+    skipped_batches: tuple[tuple[int, ...], ...] = ()
+    """(epoch, index) of the batches that a rollback has skipped."""
+    last_step: float | None = None
+    """Step of the last alarm, or None if equal to `step`."""
+    undone_by: EventRecord | None = None
+    """The rollback that has undone the incident, or None if none has."""
+
+    @property
+    def capped(self) -> bool:
+        """Whether some alarms may have no event, so that `skipped` is a lower bound."""
+        return self.alarms >= MAX_ALARMS
+
+    @property
+    def declined(self) -> bool:
+        """Whether the last order was declined for lack of evidence or budget."""
+        return bool(self.responses) and self.responses[-1].kind == "assessment"
+
+    @property
+    def rolled_back(self) -> bool:
+        """Whether a rollback was carried out, or only ordered if the mode is not HEAL.
+
+        A rollback that was ordered and declined in mode HEAL does not count, because the weights
+        stayed as they were.
+        """
+        if self.mode is Mode.HEAL:
+            return any(event.kind == "rollback" for event in self.responses)
+        return "ROLLBACK" in self.action
+
+    @property
+    def end(self) -> float:
+        """Step of the last alarm or order."""
+        return self.step if self.last_step is None else self.last_step
+
+    def add(self, event: EventRecord, actions: Sequence[str]) -> None:
+        """Adds an alarm of the incident, or an event of the response to it.
+
+        Args:
+            event: an alarm, or a rollback, a stop, a declined order, or a hook.
+            actions: names of its actions, such as "ROLLBACK".
+        """
+        if event.kind == "alarm":
+            self.step = max(self.step, event.step or 0)
+            self.mode = Mode.OBSERVE if event.observed else self.mode
+            self.cause = tuple(dict.fromkeys((*self.cause, *(event.cause or ()))))
+            self.alarms += 1
+            self.skipped += bool(event.skip)
+        else:
+            self.responses.append(event)
+        self.action = tuple(dict.fromkeys((*self.action, *actions)))
+        before, after = event.lr_scale_before, event.lr_scale
+        if before is not None and after is not None:
+            path = self.lr_path or (before,)
+            self.lr_path = path if after == path[-1] else (*path, after)
+
+
+def incidents_of(events: Iterable[EventRecord]) -> list[Incident]:
+    """Folds the events of a run into its incidents.
+
+    Args:
+        events: the events in their order, as `RunHistory.events`.
+
+    Returns:
+        The incidents, oldest first.
+    """
+    found: list[Incident] = []
+    current: Incident | None = None  # the last incident, or None after a rollback or a restart
+    for event in events:
+        step = event.step or 0
+        match event.kind:
+            case "alarm" if event.incident:
+                if current is None or current.number != event.incident:
+                    current = Incident(event.incident, step, step, first=event)
+                    found.append(current)
+                current.add(event, event.action or ())
+            case "rollback":
+                _roll_back(found, event, step)
+                current = None
+            case "start" | "resume":
+                current = None
+            case "assessment" if current is not None and event.verdict == "unknown":
+                if not current.declined:  # a policy may order the same at each step
+                    current.add(event, ())
+            case "hook" if current is not None and current.step == step:
+                overridden = event.ordered or ()
+                current.action = tuple(each for each in current.action if each not in overridden)
+                current.add(event, event.action or ())
+            case "stop" if found:
+                found[-1].add(event, ["STOP"])
+    return found
+
+
+def _roll_back(found: list[Incident], event: EventRecord, step: int) -> None:
+    """Adds a rollback to its incident, and marks the incidents that it has undone."""
+    onset = step if event.onset is None else event.onset
+    if not found or found[-1].onset_step != onset:
+        # Better weights or a hook: a rollback without an incident.
+        found.append(Incident(0, onset, max(onset, step), tuple(event.cause or ())))
+    last = found[-1]
+    last.add(event, ["ROLLBACK"])
+    # A dict as an ordered set: two rollbacks of an incident may skip the same batch.
+    skipped = map(tuple, event.batches or ())
+    last.skipped_batches = tuple(dict.fromkeys((*last.skipped_batches, *skipped)))
+    for incident in found:
+        if incident.onset_step >= (event.checkpoint or 0) and incident.undone_by is None:
+            incident.undone_by = event
+
+
+# -- the run --------------------------------------------------------------------------------------
+
+
 @dataclass
 class RunProcess:
     """One process of a run: how it began, how it ended, and whether it still exists.
@@ -65,17 +286,11 @@ class RunProcess:
     @property
     def seconds(self) -> float | None:
         """Duration in seconds by the monotonic clock, or None if unknown."""
-        if self.first.mono is None or self.last.mono is None:
-            return None
-        return self.last.mono - self.first.mono
+        first, last = self.first.mono, self.last.mono
+        return None if first is None or last is None else last - first
 
     def identity(self) -> Process | None:
-        """Identifies the process on its machine.
-
-        Returns:
-            Host, process id and start time, because a process id is used again after its process
-            has ended. None if the event `start` is missing.
-        """
+        """Identifies the process on its machine, or returns None without its event `start`."""
         start = self.start
         if start is None or start.host is None or start.pid is None:
             return None
@@ -94,9 +309,7 @@ class RunProcess:
             return RunState(self.end.ending or RunState.ENDED)
         process = self.identity()
         gone = None if process is None else process.gone()
-        if gone is None:
-            return RunState.UNKNOWN
-        return RunState.GONE if gone else RunState.RUNNING
+        return {None: RunState.UNKNOWN, True: RunState.GONE, False: RunState.RUNNING}[gone]
 
 
 class RunAttempt(NamedTuple):
@@ -147,47 +360,39 @@ class RunHistory:
     lost: int = 0
     """Events that could not be written."""
 
-    def add(self, event: Mapping[str, Any]) -> EventRecord:
+    def add(self, fields: Mapping[str, Any]) -> EventRecord:
         """Adds an event.
 
         Args:
-            event: the next event of the run, from `healcore.events.log.parse`.
+            fields: the next event of the run, from `healcore.events.read`.
 
         Returns:
             The event without fields of the wrong type.
         """
-        record, invalid_fields = validate(event)
-        if invalid_fields:
-            self.malformed.append((record, invalid_fields))
-        if not self.processes or record.run != self.processes[-1].id:
+        event, invalid = validate(fields)
+        if invalid:
+            self.malformed.append((event, invalid))
+        if not self.processes or event.run != self.processes[-1].id:
             origin = "process" if self.attempts else "start"
             killed = bool(self.processes) and self.processes[-1].end is None
-            self.attempts.append(RunAttempt(record.step or 0, origin, self.step, killed=killed))
-            self.processes.append(RunProcess(record.run, record, record))
+            self.attempts.append(RunAttempt(event.step or 0, origin, self.step, killed=killed))
+            self.processes.append(RunProcess(event.run, event, event))
             self.step = None
-        self.processes[-1].last = record
-        self.lost += record.lost or 0
-        if record.step is not None and not has(record.kind, Trait.CHECKPOINT):
-            # A judged event has the step's index: one more step is done.
-            self.step = record.step + has(record.kind, Trait.JUDGED)
-        if record.kind == "rollback" and record.checkpoint is None:
-            return record  # damaged
-        self._note(record)
-        if record.kind not in _ROUTINE:
-            self.events.append(record)
-        return record
-
-    def _note(self, event: EventRecord) -> None:
-        """Updates checkpoints, process and attempts."""
         process, done = self.processes[-1], event.step or 0
+        process.last = event
+        self.lost += event.lost or 0
+        if event.step is not None and not has(event.kind, Trait.CHECKPOINT):
+            # A judged event has the step's index: one more step is done.
+            self.step = done + has(event.kind, Trait.JUDGED)
         step = done if event.checkpoint is None else event.checkpoint
         match event.kind:
             case "start":
                 if self.start is not None and self.start.store != event.store:
                     self.checkpoints.clear()
                 process.start = event
-            case "save" | "good":
+            case "save" | "good":  # a healthy run writes them again and again
                 self.checkpoints[step] = event.kind == "good"
+                return event
             case "save_failed":
                 self.checkpoints.pop(step, None)
             case "damaged" if not event.other_copy and step in self.checkpoints:
@@ -196,16 +401,19 @@ class RunHistory:
                 self._forget_from(step)
                 self.attempts[-1] = self.attempts[-1]._replace(first_step=step, origin="resume")
             case "rollback":
+                if event.checkpoint is None:
+                    return event  # damaged
                 skipped = len(event.batches or ())
                 self.attempts.append(RunAttempt(step, "rollback", done, skipped))
                 self.step = step
             case "end":
                 process.end = event
         if event.kind in ("rollback", "resume"):  # later checkpoints are abandoned
-            kept = {saved: good for saved, good in self.checkpoints.items() if saved <= step}
-            self.checkpoints = kept
+            self.checkpoints = {at: good for at, good in self.checkpoints.items() if at <= step}
         if event.last_good is not None:
             self.checkpoints[event.last_good] = True
+        self.events.append(event)
+        return event
 
     def _forget_from(self, step: int) -> None:
         """Forgets the judged steps from `step` on since the last rollback: a restart repeats them.
@@ -213,12 +421,12 @@ class RunHistory:
         The restart decides again about damage that its checkpoint does not know. A checkpoint to
         which the run was rolled back knows of all that happened until then.
         """
-        later: list[EventRecord] = []
+        kept: list[EventRecord] = []
         while self.events and self.events[-1].kind not in ("rollback", "resume"):
             event = self.events.pop()
             if not has(event.kind, Trait.JUDGED) or (event.step or 0) < step:
-                later.append(event)
-        self.events.extend(reversed(later))
+                kept.append(event)
+        self.events.extend(reversed(kept))
 
     # -- folds ------------------------------------------------------------------------------------
 
@@ -252,19 +460,6 @@ class RunHistory:
         return max((step for step, good in self.checkpoints.items() if good), default=None)
 
     @property
-    def last_saved(self) -> int | None:
-        """Step of the newest checkpoint that no rollback and no restart has abandoned, or None."""
-        return max(self.checkpoints, default=None)
-
-    @property
-    def lr_scale(self) -> float | None:
-        """Newest multiplier of the learning rate in the last process, or None."""
-        for event in reversed(self.events):
-            if event.run == self.processes[-1].id and event.lr_scale is not None:
-                return event.lr_scale
-        return None
-
-    @property
     def rollbacks(self) -> list[EventRecord]:
         """The events `rollback`, oldest first."""
         return self.of("rollback")
@@ -279,11 +474,6 @@ class RunHistory:
         """All incidents, oldest first."""
         return incidents_of(self.events)
 
-    @property
-    def last_incident(self) -> Incident | None:
-        """Last incident that has an event or an alarm."""
-        return next((each for each in reversed(self.incidents) if each.number), None)
-
     def alarms_outside(self, *, undone: bool = True) -> dict[float, tuple[str, ...]]:
         """Finds the alarms outside of incidents.
 
@@ -295,12 +485,12 @@ class RunHistory:
             Step -> causes.
         """
         alarms: dict[float, tuple[str, ...]] = {}
-        for event in self.of("alarm", "rollback"):
+        for event in self.events:
             if event.kind == "alarm" and not event.incident:
                 alarms[event.step or 0] = tuple(event.cause or ())
             elif event.kind == "rollback" and not undone:
-                kept = [step for step in alarms if step < (event.checkpoint or 0)]
-                alarms = {step: alarms[step] for step in kept}
+                until = event.checkpoint or 0
+                alarms = {step: causes for step, causes in alarms.items() if step < until}
         return alarms
 
     @property
@@ -309,19 +499,11 @@ class RunHistory:
 
         The damage has come back after each rollback, or no checkpoint could be restored.
         """
-        damage: set[int] = set()
+        verdicts: dict[int, str] = {}
         for event in self.of("assessment"):
-            if event.verdict == "accepted" and event.onset is not None:
-                damage.add(event.onset)
-            elif event.verdict == "recovered":
-                damage.discard(event.onset or 0)
-        return tuple(sorted(damage))
-
-    @property
-    def losses_before(self) -> dict[int, float]:
-        """Onset of accepted damage -> mean loss before it, where known."""
-        known = [each for each in self.of("assessment") if each.loss_before is not None]
-        return {each.onset: each.loss_before for each in known}
+            if event.verdict in ("accepted", "recovered") and event.onset is not None:
+                verdicts[event.onset] = event.verdict
+        return tuple(sorted(each for each in verdicts if verdicts[each] == "accepted"))
 
     def counts(self) -> Counts:
         """Counts incidents, rollbacks and skips so far.
@@ -332,14 +514,13 @@ class RunHistory:
         """
         incidents = self.incidents
         # The events of older incidents may have been rotated away.
-        numbers = [each.number for each in incidents]
-        at_end = [event.incidents or 0 for event in self.of("end")]
+        numbers = [event.incidents or event.incident or 0 for event in self.events]
         # One incident may have several rollbacks; a policy that observes has only incidents.
         ordered = sum(incident.rolled_back for incident in incidents)
         return Counts(
-            incidents=max([*numbers, *at_end, 0]),
+            incidents=max(numbers, default=0),
             rollbacks=len(self.rollbacks) or ordered,
-            skips=sum(bool(event.skip) for event in self.of("alarm")),
+            skips=sum(bool(event.skip) for event in self.events),
         )
 
 

@@ -74,7 +74,7 @@ Rates = Mapping[str, float | None]
 
 The method that returns the rates says whether healcore's multiplier is part of each rate. The
 rates of `Driver.learning_rates` are without the multiplier, and the rates of
-`RateLog.rates_in_force` are with it.
+`RunMetrics.rates_in_force` are with it.
 """
 LossFn = Callable[..., Any]
 """The user's function of a batch, or of state and batch if the state is a value."""

@@ -570,7 +570,7 @@ class Healer(Generic[State]):
         run = self._live
         if eval_loss is not None:
             run.driver.observe_eval(eval_loss, optimizer)
-            run.monitor.metrics.eval_loss = float(eval_loss)
+            run.metrics.eval_loss = float(eval_loss)
         if loss is None:
             return
         _check_framework("torch", "healer.observe(loss)", run.driver.framework)
@@ -758,7 +758,7 @@ class Healer(Generic[State]):
             several optimizers the names are `heal/<name>/loss` and so on. Empty until the first
             step is read.
         """
-        return self._run.monitor.metrics.values()
+        return self._run.metrics.values()
 
     def report(self, *, memory: bool = False) -> HealingReport:
         """Returns a summary of the run so far, or of the whole run after the block.

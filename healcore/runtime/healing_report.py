@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from healcore.console import counted
 from healcore.core.decision import Cause, names_of
-from healcore.events.json_lines import to_json
+from healcore.events.log import to_json
 from healcore.events.models import Ending
-from healcore.history.incidents import name_changes
+from healcore.history.run_history import RunState, changes_made
 from healcore.runtime.data import BatchId
-from healcore.runtime.reporting.diagnosis import RunOutcome, hints, unrepaired_text
+from healcore.runtime.reporting.diagnosis import RunOutcome, explain, hints
 from healcore.runtime.reporting.postmortem import path_for
-from healcore.runtime.run.ending.exits import RunStopped
 from healcore.runtime.run.ledger import IncidentRecord
 from healcore.runtime.run.out_of_memory import memory_text
 from healcore.runtime.run.run import Run
@@ -59,7 +57,7 @@ class HealingReport:
     postmortem: Path | None
     """Path of this process's postmortem, or None without such a file."""
     diagnosis: str
-    """Diagnosis of the stop, or an empty string if the policy did not stop the run."""
+    """The findings at the end of the run, or so far, as text."""
     advice: tuple[str, ...]
     """What to check in a run that is not healthy, or empty for a healthy run."""
     unrepaired: tuple[int, ...] = ()
@@ -79,37 +77,37 @@ class HealingReport:
             memory: whether to write a memory profile.
         """
         end = run.end
-        outcome = RunOutcome.of(run, Ending.COMPLETED if end is None else end.ending)
-        ledger = run.ledger
+        ending = RunState.RUNNING if end is None else end.ending
+        outcome = RunOutcome.of(run, ending)
+        ledger, counts = run.ledger, outcome.counts
         causes: Counter[str] = Counter()
         for incident in ledger.incidents:
             causes.update(names_of(Cause(incident.cause)))
-        # The engines count clips and cuts too, and have counted steps that the host has not read.
-        tallies = [engine["state"]["tally"] for engine in run.driver.engines().values()]
-        changes = name_changes(
-            observes=run.policy.observes,
-            skips=outcome.counts.skips,
-            clips=sum(int(tally["clips"]) for tally in tallies),
-            lr_cuts=sum(int(tally["lr_cuts"]) for tally in tallies),
-        )
+        changes = {"skips": counts.skips, "clips": counts.clips, "lr_cuts": counts.lr_cuts}
         healthy = not outcome.open and not outcome.unrepaired
-        completed = end is not None and end.ending == Ending.COMPLETED
-        error = None if end is None else end.error
+        completed = ending == Ending.COMPLETED and healthy
+        events, postmortem = run.log.events, None
+        if events.path is not None and end is not None:
+            postmortem = path_for(events.path, events.process_id)
         return cls(
             policy=run.policy.name,
-            ending="running" if end is None else end.ending.value,
-            converged=completed and healthy and run.driver.has_finite_weights(),
+            ending=str(ending),
+            converged=completed and run.driver.has_finite_weights(),
             steps=outcome.step,
-            attempts=outcome.counts.rollbacks,
+            attempts=counts.rollbacks,
             steps_lost=outcome.steps_lost,
             history=tuple(ledger.incidents),
             rollbacks=tuple(ledger.rollbacks),
-            counts={**causes, **changes, "shrinks": run.record.shrinks},
+            counts={
+                **causes,
+                **changes_made(changes, observes=run.policy.observes),
+                "shrinks": run.record.shrinks,
+            },
             skipped_batches=tuple(sorted(run.loaders.skipped_ids())),
             lr_scale=outcome.lr_scale,
             last_good=outcome.last_good,
-            postmortem=None if end is None else _postmortem_of(run),
-            diagnosis=error.diagnosis if isinstance(error, RunStopped) else "",
+            postmortem=postmortem if postmortem and postmortem.exists() else None,
+            diagnosis=explain(outcome),
             advice=() if healthy else tuple(hints(outcome)),
             unrepaired=outcome.unrepaired,
             memory=memory_text(run) if memory else "",
@@ -126,34 +124,6 @@ class HealingReport:
         return report
 
     def __str__(self) -> str:
-        counts = ", ".join(f"{name} {number}" for name, number in self.counts.items() if number)
-        rollbacks = f"{self.attempts}"
-        if self.rollbacks:
-            rollbacks += f", the last to step {self.rollbacks[-1].checkpoint}"
-        if self.steps_lost:
-            rollbacks += f", {counted(self.steps_lost, 'step')} not repeated"
-        healthy = f"{self.converged}"
-        if self.unrepaired:
-            healthy += f" ({unrepaired_text(self.unrepaired)})"
-        lines = {
-            "policy": self.policy,
-            "ending": f"{self.ending} at step {self.steps}, healthy at the end: {healthy}",
-            "incidents": f"{len(self.history)}; {counts or 'nothing was changed'}",
-            "rollbacks": f"{rollbacks}; learning rate × {self.lr_scale:g} now",
-            "known-good": "none" if self.last_good is None else f"step {self.last_good}",
-            "postmortem": f"{self.postmortem or 'none'}",
-            "memory": self.memory,
-        }
-        text = [f"{name:11} {value}" for name, value in lines.items() if value]
-        # The diagnosis has advice of its own.
-        advice = [f"{'advice':11} {hint}" for hint in self.advice]
-        return "\n".join([*text, *([self.diagnosis] if self.diagnosis else advice)])
-
-
-def _postmortem_of(run: Run) -> Path | None:
-    """Path of the postmortem that this process has written, or None."""
-    events = run.log.events
-    if events.path is None:
-        return None
-    path = path_for(events.path, events.process_id)
-    return path if path.exists() else None
+        where = f"Postmortem: {self.postmortem}" if self.postmortem else ""
+        memory = f"Memory: {self.memory}" if self.memory else ""
+        return "\n".join(filter(None, (f"Policy: {self.policy}", self.diagnosis, where, memory)))

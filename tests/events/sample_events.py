@@ -44,7 +44,7 @@ SAMPLES: dict[str, dict[str, Any]] = {
         "number": 1, "onset": 4, "cause": Cause.LOSS_SPIKE, "checkpoint": 300, "outcome": "rewound",
         "lr": 1e-3, "lr_limit": 5e-4, "lr_scale_before": 1.0, "lr_scale": 0.5,
         "batches": [(0, 7), (0, 8)], "steps_repeated": 5, "steps_lost": 3,
-        "why": "a generator cannot be rewound",
+        "why": "loss spike", "problem": "a generator cannot be rewound",
     },
     "hook": {"hook": "mine.watch", "ordered": Action.ROLLBACK, "action": Action(0)},
     "fault": {

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from healcore.events.json_lines import Event
+from healcore.events.log import Event
 from healcore.history import Mode, RunHistory, RunState, runs_of
-from healcore.history.curves import _values, thin
+from healcore.history.curves import read_metrics, thin
 from healcore.runtime.reporting.diagnosis import STATES, faults_found
 from healcore.tools.report.incident_text import response_text
 
@@ -40,7 +40,7 @@ def test_an_incident_has_its_rollback():
     assert (case.rolled_back, case.mode) == (True, Mode.HEAL)
     assert case.skipped_batches == ((0, 4), (0, 5))
     assert case.lr_path == (1.0, 0.5)
-    assert case.evidence[0].name == "w"
+    assert [each.name for each in case.first.evidence or ()] == ["w"]
     assert [each.kind for each in case.responses] == ["rollback"]
     assert run.attempts == [(0, "start", None, 0, False), (2, "rollback", 6, 2, False)]
     assert (run.step, len(run.rollbacks), run.counts().skips) == (3, 1, 2)
@@ -118,7 +118,7 @@ def test_what_a_kill_has_lost_counts_once():
     assert run.attempts[1] == (6, "resume", 8, 0, True)
     assert run.counts().skips == 2
     assert run.counts().incidents == 2
-    assert [first for first, _ in faults_found(run)] == [4.0, 7.0]
+    assert [event.step for event in faults_found(run)] == [4, 7]
     # A rollback has saved its counts with the restored checkpoint, so a restart keeps them.
     back = ("rollback", 8, {**BACK, "checkpoint": 6, "onset": 7})
     run = run_of_processes([*first, back], [resume, skipped])
@@ -171,36 +171,28 @@ def test_a_thinned_curve_keeps_its_outliers(length, limit, places):
         assert bad[0] in at
 
 
-def test_a_limit_of_0_is_none_in_force():
+def test_a_limit_of_0_is_none_in_force(tmp_path):
     """A page would draw a line at 0 for a policy that has no limit."""
-    assert np.isnan(_values({"threshold": 0.0})[3])
+    path = tmp_path / "run.metrics.jsonl"
+    path.write_text('{"run": "a", "step": 0, "loss": 2.0, "threshold": 0.0}\n')
+    curves, _ = read_metrics(path, ["a"])
+    assert curves.threshold is not None
+    assert np.isnan(curves.threshold).tolist() == [True]
 
 
-def test_a_fault_is_undone_by_the_first_rollback_after_it():
-    """The steps are repeated, and each pass has faults of its own."""
+def test_the_faults_of_a_run_are_told_in_their_order_in_each_pass():
     nan = {"cause": ["NONFINITE_GRAD"], "skip": True}
     back = {"checkpoint": 100, "onset": 152, "by": "earlier_weights"}
     run = run_of(
-        ("alarm", 157, {**nan, "incident": 1}), ("rollback", 178, back),
-        ("alarm", 161, {**nan, "incident": 2}), ("rollback", 172, back),
+        ("alarm", 157, {**nan, "incident": 1}), ("alarm", 158, {**nan, "incident": 1}),
+        ("rollback", 178, back),
+        ("alarm", 150, {"cause": ["LOSS_SPIKE"]}),
+        ("alarm", 161, {**nan, "incident": 2}),
+        ("alarm", 190, {"cause": ["LOSS_SPIKE"], "alert": ["LOSS_SPIKE"]}),
     )  # fmt: skip
-    texts = [text for _, text in faults_found(run) if "nonfinite grad" in text]
-    assert texts == [
-        "step 157: nonfinite grad. Skipped 1 step. Undone by the rollback from step 178.",
-        "step 161: nonfinite grad. Skipped 1 step. Undone by the rollback from step 172.",
-    ]
-
-
-def test_an_alarm_that_comes_again_in_the_last_pass_is_not_undone():
-    spike, dive = {"cause": ["LOSS_SPIKE"]}, {"cause": ["GRAD_SPIKE"]}
-    back = {"checkpoint": 100, "onset": 350, "by": "earlier_weights"}
-    run = run_of(
-        ("alarm", 150, spike), ("alarm", 200, dive), ("rollback", 384, back),
-        ("alarm", 150, spike), ("rollback", 370, back),
-        ("alarm", 150, spike),
-    )  # fmt: skip
-    texts = [text for _, text in faults_found(run) if "spike" in text]
-    assert texts == ["step 150: loss spike. No remedy: an alarm alone changes nothing."]
+    assert [event.step for event in faults_found(run)] == [157, 178, 161, 190]
+    incidents = [each for each in run.incidents if each.number]
+    assert [each.undone_by is None for each in incidents] == [False, True]
 
 
 # -- damage that was not repaired -----------------------------------------------------------------

@@ -13,13 +13,12 @@ from typing import Any
 from healcore import console, regular_file
 from healcore.core.decision import LASTING, Cause
 from healcore.events import log
-from healcore.events.json_lines import to_json
-from healcore.events.log import process_path
+from healcore.events.log import process_path, to_json
 from healcore.events.metrics import COMPARED
 from healcore.events.models import Ending, EventRecord
 from healcore.history import RunHistory, RunState, runs_of
 from healcore.history.curves import last_rows
-from healcore.history.incidents import name_changes
+from healcore.history.run_history import changes_made
 from healcore.runtime.faults.failures import causes_of
 from healcore.runtime.reporting.diagnosis import RunOutcome, explain
 from healcore.runtime.store import files
@@ -28,6 +27,9 @@ SCHEMA = 2
 
 LAST_NUMBERS = ("loss", "grad_norm", "threshold", "grad_scale", "lr_scale", *COMPARED)
 """Fields of a metrics line that are numbers of its step alone."""
+_OF_OUTCOME = ("ending", "step", "metrics", "steps_lost", "unrepaired", "lr_scale", "last_good")
+_OF_OUTCOME += ("last_good_path", "exception")
+"""Fields of a `RunOutcome` that the file has under the same names."""
 
 
 def path_for(events: str | os.PathLike[str], process: str) -> Path:
@@ -48,7 +50,6 @@ def write(
     outcome: RunOutcome,
     *,
     trace: str | None = None,
-    certain: bool = True,
     stacks: Sequence[dict[str, Any]] = (),
 ) -> str | None:
     """Writes the postmortem next to the events file, atomically.
@@ -59,7 +60,6 @@ def write(
         events: the events file of the run.
         outcome: how the run has ended.
         trace: the exception with its traceback, or None for the line in `outcome`.
-        certain: False if the run may still be running, on a machine that cannot be asked.
         stacks: stacks of a hanging run, see `EventRecord.stacks`.
 
     Returns:
@@ -67,52 +67,43 @@ def write(
     """
     path = path_for(events, outcome.history.processes[-1].id)
     try:
-        fields = _fields(outcome, trace, certain, stacks)
-        text = json.dumps(to_json(fields), indent=2)
+        fields = _fields(outcome) | {"stacks": stacks}
+        if trace:
+            fields["exception"] = trace
         path.parent.mkdir(parents=True, exist_ok=True)
-        files.replace(path, f"{text}\n".encode("ascii"))
+        files.replace(path, f"{json.dumps(to_json(fields), indent=2)}\n".encode("ascii"))
     except Exception as error:
         return f"the postmortem {path} could not be written: {type(error).__name__}: {error}"
     return None
 
 
-def _fields(
-    outcome: RunOutcome,
-    trace: str | None,
-    certain: bool,
-    stacks: Sequence[dict[str, Any]],
-) -> dict[str, Any]:
+def _fields(outcome: RunOutcome) -> dict[str, Any]:
     """The fields of the file, see `write`."""
     history, counts = outcome.history, outcome.counts
     process = history.processes[-1]
     seconds, ended = process.seconds, process.last.time
-    if outcome.ending != Ending.KILLED:  # otherwise the calling process is another process
+    killed = outcome.ending == Ending.KILLED
+    if not killed:  # otherwise the calling process is another process
         ended = log.now()
         if process.first.mono is not None:
             seconds = time.monotonic() - process.first.mono
+    changes = changes_made(
+        {"clips": counts.clips, "skips": counts.skips}, observes=history.observes
+    )
     return {
         "schema": SCHEMA,
         "run": process.id,
-        "ending": outcome.ending,
-        "step": outcome.step,
+        **{name: getattr(outcome, name) for name in _OF_OUTCOME},
         "cause": outcome.cause | outcome.lasting | outcome.fault & Cause.HANG,
         "incidents": counts.incidents,
-        **name_changes(observes=history.observes, clips=counts.clips, skips=counts.skips),
-        "metrics": outcome.metrics,
+        **changes,
         "rollbacks": [_rollback_fields(event) for event in history.rollbacks],
-        "steps_lost": outcome.steps_lost,
-        "unrepaired": outcome.unrepaired,
-        "lr_scale": outcome.lr_scale,
-        "last_good": outcome.last_good,
-        "last_good_path": outcome.last_good_path,
-        "exception": trace or outcome.exception,
         "ended": ended,
         "seconds": seconds and round(seconds, 6),
         "lost_events": history.lost,
         "process": process.identity(),
         "environment": process.start and process.start.environment,
-        "certain": certain,
-        "stacks": stacks,
+        "certain": not killed or history.state is RunState.GONE,
         "diagnosis": explain(outcome),
     }
 
@@ -120,12 +111,8 @@ def _fields(
 def _rollback_fields(event: EventRecord) -> dict[str, Any]:
     """A rollback as an entry of the postmortem's `rollbacks`."""
     return {
-        "step": event.step,
-        "onset": event.onset,
+        **{name: getattr(event, name) for name in ("step", "onset", "lr", "lr_limit", "lr_scale")},
         "target": event.checkpoint,
-        "lr": event.lr,
-        "lr_limit": event.lr_limit,
-        "lr_scale": event.lr_scale,
         "skipped": len(event.batches or ()),
         "repeated": event.steps_repeated or 0,
         "lost": event.steps_lost or 0,
@@ -163,15 +150,11 @@ def read_last_run(events: Path) -> RunHistory | None:
         What happened in the run, or None without a run.
     """
     try:
-        if not events.is_file():
-            return None
-        runs = runs_of(log.read(events).by_process())
+        runs = runs_of(log.read(events).by_process()) if events.is_file() else []
     except Exception as error:
         console.warning(f"the last run in {events} cannot be read: {error!r}")
         return None
-    if not runs:
-        return None
-    return runs[-1]
+    return runs[-1] if runs else None
 
 
 def write_for_killed(
@@ -191,15 +174,14 @@ def write_for_killed(
         What is known about the end, if a postmortem was written. None if the run has ended in
         another way, or if its process is still running.
     """
-    state = history.state
-    if state not in (RunState.GONE, RunState.UNKNOWN) or history.processes[-1].identity() is None:
+    killed = history.state in (RunState.GONE, RunState.UNKNOWN)
+    if not killed or history.processes[-1].identity() is None:
         return None
     outcome = outcome_of_killed(history, metrics)
-    problem = write(events, outcome, certain=state is RunState.GONE)
+    problem = write(events, outcome)
     if problem is not None:
         console.warning(f"the previous run was killed; {problem}")
-        return None
-    return outcome
+    return outcome if problem is None else None
 
 
 def outcome_of_killed(history: RunHistory, metrics: Path | None = None) -> RunOutcome:
@@ -214,18 +196,19 @@ def outcome_of_killed(history: RunHistory, metrics: Path | None = None) -> RunOu
     Returns:
         The outcome, from which the diagnosis is written. The run may have done more steps.
     """
-    why = ""
-    killed = history.processes[-1]
-    process = killed.identity()
+    process, why = history.processes[-1].identity(), ""
     if history.state is RunState.UNKNOWN and process is not None:
-        why = f"it ran on {process.host}, whose processes this host cannot see"
+        why = f"on {process.host}, whose processes this host cannot see"
     step, lasting, numbers = history.step or 0, Cause(0), {}
-    last_rollback = max((_seconds(event) for event in history.rollbacks), default=0.0)
+    rollbacks = [datetime.fromisoformat(each.time) for each in history.rollbacks if each.time]
     try:
-        rows = {} if metrics is None or not metrics.is_file() else last_rows(metrics, killed.id)
+        rows: dict[str, Any] = {}
+        if metrics is not None and metrics.is_file():
+            rows = last_rows(metrics, history.processes[-1].id)
         for engine, row in rows.items():
-            if float(row["time"]) <= last_rollback:
-                continue  # the rollback has undone the step
+            # A row has milliseconds. The steps before the last rollback are undone.
+            if any(float(row["time"]) <= round(each.timestamp(), 3) for each in rollbacks):
+                continue
             step = max(step, row["step"] + 1)
             lasting |= causes_of(map(str, row.get("cause", ()))) & LASTING
             for name in LAST_NUMBERS:
@@ -233,21 +216,17 @@ def outcome_of_killed(history: RunHistory, metrics: Path | None = None) -> RunOu
                     numbers["/".join(filter(None, ("heal", engine, name)))] = row[name]
     except Exception as error:  # the file may be of another program
         console.warning(f"the last metrics in {metrics} cannot be read: {error!r}")
+    scales = [event.lr_scale for event in history.events if event.lr_scale is not None]
     return RunOutcome(
         history,
         Ending.KILLED,
         step,
         history.counts(),
         why=why,
-        lr_scale=1.0 if history.lr_scale is None else history.lr_scale,
+        lr_scale=scales[-1] if scales else 1.0,
         last_good=history.last_good,
         lasting=lasting,
         metrics=numbers,
         steps_lost=history.steps_lost,
         unrepaired=history.unrepaired,
     )
-
-
-def _seconds(event: EventRecord) -> float:
-    """The time of an event in seconds since 1970, to milliseconds as in a row of metrics."""
-    return round(datetime.fromisoformat(event.time).timestamp(), 3) if event.time else 0.0

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from healcore import console
 from healcore.console import Console, fitted
 from healcore.core.decision import Cause, names_of
 from healcore.core.step_record import StepRecord
 from healcore.events import Log
+from healcore.events.kinds import sentence
 from healcore.events.metrics import MetricsLog
 from healcore.events.models import EventRecord
 from healcore.history import RunHistory
@@ -18,6 +20,9 @@ from healcore.runtime.faults.classification import Fault
 from healcore.runtime.faults.failures import Severity
 from healcore.runtime.reporting.trackers import Trackers
 from healcore.runtime.run_options import Hooks
+
+Say = Callable[[str], None]
+"""Logs a line: `RunLog.info`, `warning` or `error`."""
 
 
 @dataclass(eq=False)
@@ -49,7 +54,9 @@ class RunLog:
     _named: set[str] = field(default_factory=set)
     """What the lines of `name_page` have named."""
 
-    def event(self, kind: str, *, step: int | None, **fields: object) -> EventRecord:
+    def event(
+        self, kind: str, *, step: int | None, say: Say | None = None, **fields: object
+    ) -> EventRecord:
         """Writes an event, and passes it to the trackers and the user's hooks.
 
         A hook that raises is reported as an event `problem`, and does not stop the run.
@@ -57,6 +64,7 @@ class RunLog:
         Args:
             kind: kind of the event, a key of `healcore.events.kinds.KINDS`.
             step: index of the optimizer step, or None.
+            say: `info`, `warning` or `error`, to log the sentence of the event, or None.
             **fields: the further fields, see `Log.write`.
 
         Returns:
@@ -67,6 +75,8 @@ class RunLog:
         if kind == "save":  # a kill then loses no rows that a restart does not repeat
             self.metrics.flush()
         self.trackers.event(event)
+        if say is not None:
+            say(fitted(f"step {step}: {sentence(record)}"))
         for problem in self.hooks.on_event(event):
             self.problem(step, problem)
         return record
@@ -79,8 +89,7 @@ class RunLog:
             why: what the run has done, one sentence.
             **fields: further fields of the event.
         """
-        self.event("note", step=step, why=why, **fields)
-        self.info(f"step {step}: {why}")
+        self.event("note", step=step, say=self.info, why=why, **fields)
 
     def problem(self, step: int | None, problem: str) -> None:
         """Writes an event `problem`, and logs a warning.
@@ -93,7 +102,14 @@ class RunLog:
         self.warning(problem)
 
     def assessment(
-        self, step: int, onset: int, verdict: str, by: str = "earlier_weights", **fields: object
+        self,
+        step: int,
+        onset: int,
+        verdict: str,
+        by: str = "earlier_weights",
+        *,
+        say: Say | None = None,
+        **fields: Any,
     ) -> None:
         """Writes the event of a verdict about the weights.
 
@@ -103,10 +119,11 @@ class RunLog:
             verdict: "damage", "worse", "recovered", "accepted" or "unknown"; see
                 `EventRecord.verdict`.
             by: the evidence; see `EventRecord.by`.
+            say: as in `event`.
             **fields: further fields of the event, which may replace other fields, such as `cause`.
         """
         fields = {"onset": onset, "cause": [], "verdict": verdict, "by": by, **fields}
-        self.event("assessment", step=step, **fields)
+        self.event("assessment", step=step, say=say, **fields)
 
     def fault(
         self, step: int, fault: Fault, problem: str, *, answer: str | None, **fields: object
@@ -139,7 +156,7 @@ class RunLog:
         if ends_run and fault.cause != Cause.UNKNOWN:  # its page would say: read the exception
             self.name_page(failure.name, write)
 
-    def name_page(self, failure: str, write: Callable[[str], None]) -> None:
+    def name_page(self, failure: str, write: Say) -> None:
         """Logs, once in a run, which page says what to check.
 
         Args:

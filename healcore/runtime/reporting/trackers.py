@@ -106,25 +106,43 @@ class Trackers:
     """All trackers of a run.
 
     No method raises, and only `close` waits for the trackers: a slow or broken tracker must neither
-    delay nor end the training. Each tracker has a queue and a thread of its own:
+    delay nor end the training. A daemon thread delivers, so that a hanging tracker does not keep
+    the program:
 
         training thread:   metrics, event ──> queue     (at most 10,000 records)
-        thread of tracker:                    queue ──> tracker     (twice a second)
+        second thread:                        queue ──> each tracker     (twice a second)
     """
 
     def __init__(self, selected: Iterable[Selection] = ()) -> None:
+        self._selected = tuple(selected)
+        self._trackers: list[tuple[str, Tracker]] = []
+        self._failed: set[str] = set()
+        """Names of trackers whose first failure was logged."""
+        self._queue: deque[tuple[Any, ...]] = deque(maxlen=MAX_PENDING)
+        """Calls: a method of the trackers, and its arguments."""
         self._config: dict[str, Any] = {}
-        self._deliveries = [_Delivery(*selection) for selection in selected]
+        self._warn: Callable[[str], object] = print
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._deliver, name="trackers", daemon=True)
 
     def start(self, run_id: str, warn: Callable[[str], None]) -> None:
-        """Starts to deliver the records, including the records before the call.
+        """Opens the trackers, and starts to deliver the records, also those before the call.
+
+        They are opened in the thread of the loop, to which an active trackio run belongs.
 
         Args:
             run_id: id of the training run, the same in all its processes.
             warn: logs the first failure of a tracker.
         """
-        for delivery in self._deliveries:
-            delivery.open(TrackedRun(run_id, self._config), warn)
+        self._warn = warn
+        for name, make_tracker in self._selected:
+            try:
+                self._trackers.append((name, make_tracker()))
+            except (Exception, SystemExit) as error:  # from the import or from the client
+                self._fail(name, error)
+        if self._trackers:
+            self._queue.appendleft(("start", TrackedRun(run_id, self._config)))
+            self._thread.start()
 
     def metrics(self, step: int, record: StepRecord, fields: Mapping[str, Any]) -> None:
         """Sends the numbers of a step.
@@ -134,15 +152,14 @@ class Trackers:
             record: the step as one engine judged it.
             fields: the fields of its line in the metrics file, from `MetricsLog.write`.
         """
-        if not self._deliveries:
+        if not self._selected:
             return
-        prefix = "heal/"
-        if "engine" in fields:  # the run has several optimizers
-            prefix = f"heal/{fields['engine']}/"
+        # With an engine the run has several optimizers.
+        prefix = f"heal/{fields['engine']}/" if "engine" in fields else "heal/"
         numbers = {name: fields[name] for name in _FIELDS if name in fields}
         numbers |= {"cause": int(record.cause), "action": int(record.action)}
         values = {f"{prefix}{name}": float(number) for name, number in numbers.items()}
-        self._send("metrics", step, values)
+        self._queue.append(("metrics", step, values))
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Sends an event. The fields of a `start` become the configuration of the run.
@@ -153,73 +170,45 @@ class Trackers:
         if event["kind"] == "start":
             omitted = (*ENVELOPE, *Process._fields)
             self._config = {name: value for name, value in event.items() if name not in omitted}
-        self._send("event", event)
+        if self._selected:
+            self._queue.append(("event", event))
 
     def close(self) -> None:
         """Delivers the pending records, for at most `MAX_WAIT` seconds."""
-        for delivery in self._deliveries:
-            delivery.ended.set()
-        deadline = time.monotonic() + MAX_WAIT
-        for delivery in self._deliveries:
-            if delivery.is_alive():
-                delivery.join(max(0.0, deadline - time.monotonic()))
-            if delivery.is_alive():
-                delivery.fail(f"has not finished within {MAX_WAIT:g} s: it loses records")
-        self._deliveries = []
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join(MAX_WAIT)
+        if self._thread.is_alive():
+            names = ", ".join(name for name, _ in self._selected)
+            self._warn(f"tracker {names} has not finished within {MAX_WAIT:g} s: it loses records")
 
-    def _send(self, method: str, *arguments: object) -> None:
-        for delivery in self._deliveries:
-            delivery.queue.append((method, *map(copy.copy, arguments)))
-
-
-class _Delivery(threading.Thread):
-    """The thread of one tracker: a daemon, so that a hanging tracker does not keep the program."""
-
-    def __init__(self, name: str, make_tracker: Callable[[], Tracker]) -> None:
-        super().__init__(name=f"tracker {name}", daemon=True)
-        self.ended = threading.Event()
-        self.queue: deque[tuple[Any, ...]] = deque(maxlen=MAX_PENDING)
-        """Calls: a method of the tracker, and its arguments."""
-        self._make_tracker = make_tracker
-        self._tracker: Tracker | None = None
-        """The tracker, or None if it cannot be opened or started."""
-        self._warn: Callable[[str], None] | None = None
-        """Logs the first failure; None after it."""
-
-    def open(self, run: TrackedRun, warn: Callable[[str], None]) -> None:
-        """Opens the tracker in the thread of the loop, to which an active trackio run belongs."""
-        self._warn = warn
-        try:
-            self._tracker = self._make_tracker()
-        except (Exception, SystemExit) as error:  # from the import or from the client
-            self.fail(f"fails, training continues: {type(error).__name__}: {error}")
-        self.queue.appendleft(("start", run))
-        self.start()
-
-    def run(self) -> None:
+    def _deliver(self) -> None:
         ended = False
         while not ended:
-            ended = self.ended.wait(_INTERVAL)
-            for _ in range(len(self.queue)):
-                self._call(*self.queue.popleft())
+            ended = self._ended.wait(_INTERVAL)
+            for _ in range(len(self._queue)):
+                self._call(*self._queue.popleft())
             self._call("flush")
         self._call("close")
 
-    def _call(self, method: str, *args: object) -> None:
-        try:
-            call = getattr(self._tracker, method, None)
-            if call is not None:
-                call(*args)
-        except BaseException as error:  # some clients raise SystemExit
-            self.fail(f"fails, training continues: {type(error).__name__}: {error}")
-            if method == "start":
-                self._tracker = None
+    def _call(self, method: str, *arguments: object) -> None:
+        """Calls a method of each tracker that has it. A tracker that cannot start is dropped."""
+        for name, tracker in [*self._trackers]:
+            try:
+                call = getattr(tracker, method, None)
+                if call is not None:
+                    call(*map(copy.copy, arguments))
+            except BaseException as error:  # some clients raise SystemExit
+                self._fail(name, error)
+                if method == "start":
+                    self._trackers.remove((name, tracker))
 
-    def fail(self, why: str) -> None:
-        """Logs a failure, unless an earlier one was logged."""
-        if self._warn is not None:
-            warn, self._warn = self._warn, None
-            warn(f"{self.name} {why}"[:1000])
+    def _fail(self, name: str, error: BaseException) -> None:
+        """Logs the first failure of a tracker."""
+        if name not in self._failed:
+            self._failed.add(name)
+            text = f"tracker {name} fails, training continues: {type(error).__name__}: {error}"
+            self._warn(text[:1000])
 
 
 class TrackedRun(NamedTuple):

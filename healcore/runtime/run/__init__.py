@@ -4,7 +4,7 @@ The docstring of `Loop._between_steps` has the order of the work between two ste
 
     run              the parts, each by one name
     start            opens a run, and decides whether it resumes
-    start_log        the events and lines of the start
+    reports          what the run says at its start, at a rollback and at its end
     process_runs     the runs of this process, so that none is begun twice
     run_settings     the program's settings, compared with the settings at the first start
 

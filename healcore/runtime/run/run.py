@@ -27,7 +27,7 @@ from healcore.runtime.run.dispatch_queue import DispatchQueue
 from healcore.runtime.run.ending.exits import RunEnd
 from healcore.runtime.run.ending.requests import EndRequests
 from healcore.runtime.run.ending.stopping import Stopping
-from healcore.runtime.run.incidents.metrics import RateLog
+from healcore.runtime.run.incidents.metrics import RunMetrics
 from healcore.runtime.run.incidents.monitor import IncidentMonitor
 from healcore.runtime.run.journal import Journal
 from healcore.runtime.run.ledger import Ledger
@@ -57,7 +57,7 @@ class Run:
                         +- loop, progress, dispatch_queue,              steps
                         |  hang_guard, end_requests
                         +- loaders, data_state, step_batches            batches, random states
-                        +- rate_log, monitor, holding, witness          what is seen
+                        +- metrics, monitor, holding, witness           what is seen
                         +- recovery, nonfinite_recovery,                what is decided
                         |  out_of_memory, stopping
                         +- schedule, saver,                             checkpoints
@@ -103,8 +103,8 @@ class Run:
     """When a regular save is due."""
     dispatch_queue: DispatchQueue = field(default_factory=DispatchQueue, init=False)
     """Dispatches that the host has not read yet."""
-    rate_log: RateLog = field(init=False)
-    """The multipliers of the learning rates, and the event of each change."""
+    metrics: RunMetrics = field(init=False)
+    """The metrics of the newest step, counts since the run began, and the learning rates."""
     monitor: IncidentMonitor = field(init=False)
     """Fills the ledger with incidents, writes events, and calls the hooks of the program."""
     holding: Holding = field(init=False)
@@ -188,7 +188,7 @@ def construct(
     run.data_state = DataState(run.loaders)
     run.step_batches = StepBatches(run, keeps_contents=loss_fn is not None)
     run.schedule = SaveSchedule(run, options.checkpoints.every)
-    run.rate_log = RateLog(run)
+    run.metrics = RunMetrics(run)
     run.monitor = IncidentMonitor(run, options.hooks)
     run.holding = Holding(run)
     run.witness = Witness(run, loss_fn, options.loss_fn_cost)

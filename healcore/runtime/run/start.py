@@ -27,11 +27,10 @@ from healcore.runtime.driver import WEIGHTS, Driver
 from healcore.runtime.driver_choice import driver_for
 from healcore.runtime.healer_options import Options
 from healcore.runtime.reporting import postmortem
-from healcore.runtime.run import run_settings, start_log
+from healcore.runtime.run import reports, run_settings
 from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.ending.exits import EndRequested
 from healcore.runtime.run.process_runs import count_run, has_completed_run
-from healcore.runtime.run.rollback.report import report_before_kill
 from healcore.runtime.run.run import Run, construct
 from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.run_options import HostPolicy
@@ -169,7 +168,7 @@ def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
         history = None
     if history is not None:
         run.log.history = history
-    start_log.log_start(run, settings, resumes=resumes)
+    reports.report_start(run, settings, resumes=resumes)
     for warning in warnings:
         run.log.problem(None, warning)
     if kill_text:
@@ -181,15 +180,15 @@ def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
         else:
             _begin(run, settings)
     except BaseException as error:
-        start_log.log_failed_start(run, error)
+        reports.report_failed_start(run, error)
         raise
     _warn_of_lost_steps(run, last_saved, saves)
     if run.progress.had_completed and options.resume is not True and not run.loop.has_trainer:
         run.loop.state.find_completed()
     run.record.settings = run.record.settings or settings
-    start_log.log_first_lines(run, settings, changes, resumed=resumes)
+    reports.say_what_begins(run, settings, changes, resumed=resumes)
     if resumes and not run.loop.has_trainer:
-        start_log.warn_of_snapshot(run, settings, saved.settings)
+        reports.warn_of_snapshot(run, settings, saved.settings)
     if not requests.watch_signals():
         run.loop.warn(
             "the run was opened in a side thread, where Python delivers no signals: SIGTERM and "
@@ -230,7 +229,7 @@ def _last_saved(run: Run, history: RunHistory | None) -> int:
     if history is None or history.start is None or root is None or events is None:
         return 0
     of_this_store = root in (events.parent, Path(history.start.store or ""))
-    return (history.last_saved or 0) if of_this_store else 0
+    return max(history.checkpoints, default=0) if of_this_store else 0
 
 
 def _may_resume(
@@ -327,7 +326,7 @@ def _resume(run: Run, record: RunRecord, newest: RunRecord | None) -> None:
     if run.record.is_in_body and not (completed or run.loop.has_trainer):
         run.loop.state.resume_in_body()  # before a record is written, which has to say so too
     run.log.event("resume", step=step, checkpoint=step)
-    report_before_kill(run, step)
+    reports.report_before_kill(run, step)
     if not run.witness.state.anchors:
         run.saver.add_anchor()
     run.store.protected = run.witness.steps_needed

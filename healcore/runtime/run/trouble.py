@@ -18,7 +18,7 @@ from healcore.runtime.run.envelope import Envelope
 
 
 class TroubleCause(StrEnum):
-    """What has shown the trouble. Checkpoints hold the values."""
+    """What has shown the trouble. Checkpoints and events hold the values."""
 
     RULE = "rule"
     """A rule of the policy."""
@@ -28,11 +28,11 @@ class TroubleCause(StrEnum):
     """The weights have NaN or Inf."""
     STATE = "state"
     """An array that a checkpoint saves has NaN or Inf."""
-    NO_FINITE_STEP = "no_finite_step"
+    NO_FINITE_STEP = "nonfinite_steps"
     """No step is finite any more, although the weights are finite."""
-    BETTER_WEIGHTS = "better_weights"
+    BETTER_WEIGHTS = "earlier_weights"
     """Earlier weights are better on the same batches."""
-    INTENDED = "intended"
+    INTENDED = "intended_numbers"
     """The program keeps a number that is held outside of its healthy range: it is intended."""
 
 

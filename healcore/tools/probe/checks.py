@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from healcore.checkpoint_contents import Damaged, ProbeError, first_line
 from healcore.core.errors import HealcoreError
-from healcore.events.json_lines import to_json
+from healcore.events.log import to_json
 
 EVENT_SIGMAS = 5.0
 MAD_TO_SIGMA = 1.4826

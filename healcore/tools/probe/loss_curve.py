@@ -12,7 +12,7 @@ from healcore.core.detectors import LossSpikeConfig
 from healcore.core.signals import CheckedSignals, sanitized
 from healcore.core.tape import to_program
 from healcore.core.trees import map_leaves
-from healcore.history.incidents import alarm_spans
+from healcore.history.run_history import alarm_spans
 from healcore.tools.probe.checks import EVENT_SIGMAS, MAD_TO_SIGMA
 
 BLOCKS = 1024

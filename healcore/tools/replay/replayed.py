@@ -24,8 +24,7 @@ from healcore.core.errors import HealcoreError
 from healcore.events.kinds import flags_text
 from healcore.history import Counts, Curves, Incident, Mode
 from healcore.history.curves import thinned
-from healcore.history.incidents import MAX_ALARMS, alarm_spans
-from healcore.history.run_history import RunAttempt
+from healcore.history.run_history import MAX_ALARMS, RunAttempt, alarm_spans
 from healcore.policy import Policy, PolicyLike, dumps
 from healcore.policy.loader import resolve
 from healcore.tools.replay.judging import judge_trace
@@ -507,7 +506,6 @@ def _curves(trace: Trace, judged: np.recarray) -> Curves:
         grad_norm=rows.values.get("grad_norm"),
         threshold=threshold,
         lr_scale=lr_scale,
-        attempt=rows.attempt,
         nonfinite=nonfinite,
     )
 

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from healcore.console import counted
-from healcore.events.kinds import lr_text, sentence
+from healcore.events.kinds import flags_text, lr_text, sentence
 from healcore.history import Incident, Mode
+
+
+def cause_text(incident: Incident) -> str:
+    """The causes of an incident, such as "nonfinite loss", or why the run was rolled back."""
+    reasons = [event.why for event in incident.responses if event.why]
+    return flags_text(incident.cause) or (reasons[0] if reasons else "a rollback without an alarm")
 
 
 def batches_text(incident: Incident) -> str:
@@ -16,7 +22,7 @@ def batches_text(incident: Incident) -> str:
     Returns:
         A text such as "epoch 0: 7–12 (6 skipped)", or an empty string without batches.
     """
-    batches = sorted(incident.skipped_batches or incident.batches)
+    batches = sorted(incident.skipped_batches or incident.first.batches or ())
     if not batches:
         return ""
     (epoch, first), (last_epoch, last) = batches[0], batches[-1]

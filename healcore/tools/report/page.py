@@ -12,10 +12,11 @@ import healcore
 from healcore.adapter_registry import require
 from healcore.console import counted
 from healcore.history import Curves
-from healcore.runtime.reporting.diagnosis import incident_cause_text, unrepaired_text
+from healcore.runtime.reporting.diagnosis import unrepaired_text
 from healcore.tools.report.figure import WIDTHS, draw
 from healcore.tools.report.incident_text import (
     batches_text,
+    cause_text,
     rate_changes,
     response_text,
     step_range,
@@ -59,7 +60,7 @@ def render(reports: Sequence[PageReport]) -> str:
     environment.globals |= {
         "batches": batches_text,
         "counted": counted,
-        "incident_cause_text": incident_cause_text,
+        "cause_text": cause_text,
         "losses": _losses,
         "paragraphs": _paragraphs,
         "rate_changes": rate_changes,

@@ -96,7 +96,7 @@ def test_events_show_prints_one_line_for_each_event(tmp_path):
     assert (done.exit_code, first) == (0, f"run {log.process_id}")
     assert [line.split()[2] for line in lines] == list(SAMPLES)
     assert max(map(len, lines)) < 1000
-    assert "to the checkpoint of step 300" in done.stdout
+    assert "rolled back to checkpoint 300" in done.stdout
     (tmp_path / "healcore.events.jsonl").rename(tmp_path / "run.events.jsonl")
     assert healcore_cli("events", "show", str(tmp_path)).stdout == done.stdout
     (tmp_path / "empty").mkdir()
@@ -115,7 +115,7 @@ def test_events_show_has_a_sentence_for_each_kind(tmp_path):
         ("save", 150, {"why": "of another version"}),
         ("good", 100, {}),
         ("note", 100, {"why": "data: continues forward: no position"}),
-        ("assessment", 370, {**weights, "verdict": "worse"}),
+        ("assessment", 370, {**weights, "verdict": "worse", "why": "it has until step 402"}),
         ("assessment", 421, {**weights, "verdict": "damage"}),
         ("assessment", 430, {**weights, "verdict": "recovered"}),
         ("assessment", 440, {**weights, "verdict": "damage", "checkpoint": None}),
@@ -131,7 +131,7 @@ def test_events_show_has_a_sentence_for_each_kind(tmp_path):
         "checkpoint 150 is copied (of another version)",
         "checkpoint 100 is known-good",
         "data: continues forward: no position",
-        f"the weights of step 300 {better}; the run may still recover",
+        f"the weights of step 300 {better}; it has until step 402",
         f"the weights of step 300 {better}",
         "the run has recovered from the damage of step 351",
         f"earlier weights {better}",

@@ -113,12 +113,11 @@ def test_curves_are_the_metrics_row_by_row(run, request):
     expected = [bool(np.any(step[row + 1 :] <= step[row])) for row in range(len(step))]
     assert series.undone().tolist() == expected
     assert any(expected)
-    assert series.attempt is not None
-    assert len(report.attempts) == len(np.unique(series.attempt))
-    for number, part in enumerate(report.attempts):
+    begins = [step[0], *step[1:][np.diff(step) <= 0]]
+    for part, begun in zip(report.attempts, begins, strict=True):
         # A restart first judges the step that the earlier process has left unread.
         unread = LAG if part.origin == "resume" else 0
-        assert part.first_step - unread <= step[series.attempt == number][0] <= part.first_step
+        assert part.first_step - unread <= begun <= part.first_step
     left = [part.left for part in report.attempts if part.origin == "rollback"]
     assert left == [event["step"] for event in of_kind(events, "rollback")]
 
@@ -250,7 +249,7 @@ def killed(folder: Path, rows: range) -> Path:
     log.write("alarm", step=12, cause=["LOSS_SPIKE"], **alert)
     log.write(
         "rollback", step=15, checkpoint=10, onset=12, by="earlier_weights", outcome="done",
-        lr_at_fault=0.15, lr_limit=0.003, steps_repeated=5,
+        why="the weights of step 10 are better", lr_at_fault=0.15, lr_limit=0.003, steps_repeated=5,
     )  # fmt: skip
     log.write("save", step=30, why="regular")
     lines = events.read_text().splitlines()
@@ -274,11 +273,10 @@ def test_a_killed_run_is_explained_before_its_restart(tmp_path):
     assert report.state is RunState.GONE
     assert report.facts["Step at the end"] == "34 or later"
     text = " ".join(report.diagnosis.split())
-    assert text.startswith("The process was killed without notice; its last record is at step 34.")
+    assert text.startswith("killed after step 34 or later ")
     assert (
-        "Fault: steps 12 to 15: earlier weights were better on the same batches. Rolled back from "
-        "step 15 to the checkpoint of step 10, learning rate at most 0.003 (it was 0.15), 5 steps "
-        "are repeated."
+        "Fault: step 15: the weights of step 10 are better; rolled back to checkpoint 10, "
+        "learning rate at most 0.003 (it was 0.15), 5 steps are repeated"
     ) in text
     assert "The loss rose" not in text, "the spike is healed"
     assert report.counts.clips is None, "the metrics show none"
@@ -296,7 +294,7 @@ def test_a_start_of_a_completed_run_keeps_the_report(tmp_path):
         new_process()
         events = train(tmp_path, [7], batches=20, store=tmp_path / "checkpoints")
         (report,) = read_reports(events)
-        assert "The run is complete at step 20." in report.diagnosis
+        assert report.diagnosis.startswith("completed after step 20\n")
         assert report.counts.clips is not None
         assert [each.origin for each in report.attempts] == origins
     assert len(report.facts["Run"].split(", ")) == 2
@@ -379,11 +377,11 @@ def hostile() -> PageReport:
     case = Incident(
         number=1, onset_step=20.0, step=22.0, cause=(EVIL,), action=(EVIL, "ROLLBACK"),
         skipped=2, responses=[EventRecord(kind="stop", why=EVIL)],
-        evidence=(EvidenceRecord(name=EVIL, grad_norm=1.0),),
+        first=EventRecord(evidence=[EvidenceRecord(name=EVIL, grad_norm=1.0)]),
     )  # fmt: skip
     return PageReport(
         title=EVIL, mode=Mode.HEAL, policy_name=EVIL, policy_toml=EVIL, fingerprint=EVIL,
-        curves=Curves(step, np.exp(-step / 10), attempt=np.zeros(50, int)),
+        curves=Curves(step, np.exp(-step / 10)),
         incidents=(case,), counts=Counts(1, 1, 2), facts={EVIL: EVIL},
         state=RunState.UNKNOWN, notes=(EVIL,),
         attempts=(RunAttempt(0.0, EVIL), RunAttempt(0.0, EVIL, 9.0)),
@@ -414,7 +412,8 @@ def test_every_incident_has_its_row(healed):
 
 def test_the_tiles_have_plurals_and_a_rollback_without_an_alarm_its_reason_and_limit():
     back = EventRecord(
-        kind="rollback", step=134, checkpoint=110, by="earlier_weights", steps_repeated=24,
+        kind="rollback", step=134, checkpoint=110, steps_repeated=24,
+        why="the weights of step 110 are better",
         lr_at_fault=0.0884, lr_limit=0.00571,
     )  # fmt: skip
     found = Incident(0, onset_step=113.0, step=134.0, responses=[back], lr_path=(1.0,))
@@ -426,10 +425,9 @@ def test_the_tiles_have_plurals_and_a_rollback_without_an_alarm_its_reason_and_l
     assert "0 incidents 1 rollback" not in text
     assert "Incidents and rollbacks Incident Steps Cause Outcome Skipped Learning rate" in text
     row = (
-        "rollback 113–134 earlier weights were better on the same batches rolled back from step "
-        "134 to the "
-        "checkpoint of step 110, learning rate at most 0.00571 (it was 0.0884), 24 steps are "
-        "repeated 0 at most 0.00571 (it was 0.0884) –"
+        "rollback 113–134 the weights of step 110 are better the weights of step 110 are better; "
+        "rolled back to checkpoint 110, learning rate at most 0.00571 (it was 0.0884), 24 steps "
+        "are repeated 0 at most 0.00571 (it was 0.0884) –"
     )
     assert row in text
     assert rate_changes(Incident(1, 3.0, 4.0, lr_path=(1.0, 0.5))) == "× 1 → 0.5"
@@ -547,7 +545,7 @@ def test_odd_curves_are_drawn_without_an_error():
     odd = [
         Curves(step, nan, nonfinite=np.ones(100, bool), grad_norm=nan),
         Curves(step, np.where(step == 5, np.inf, 1e30), grad_norm=ones, threshold=ones),
-        Curves(step % 60, np.where(step == 59, 2e3, 2.0), attempt=(step > 59).astype(int)),
+        Curves(step % 60, np.where(step == 59, 2e3, 2.0)),
     ]
     drawn = [draw(each, 8.0) for each in (empty(), *(hostile()._replace(curves=c) for c in odd))]
     assert all(each.endswith("</svg>\n") for each in drawn)

@@ -19,7 +19,7 @@ def test_damage_that_comes_back_is_named_wherever_the_run_is_summed_up(tmp_path,
     assert verdicts[-1] == "accepted"
     assert verdicts.count("accepted") == 1
     accepted = events(tmp_path, "assessment")[-1]
-    assert "come back after each of the 2 rollbacks" in accepted["why"]
+    assert "come back after 2 rollbacks" in accepted["why"]
     said = f"damage since step {accepted['onset']} was not repaired"
 
     line = capsys.readouterr().err.splitlines()[-1]

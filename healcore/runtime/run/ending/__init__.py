@@ -7,5 +7,4 @@ One file for each thing that is asked, decided or done:
     stopping       ends a run that cannot train on
     end            the order of the end: reads the last steps, saves, judges, reports, closes
     completeness   what is missing in a run whose loop has ended by itself, and has it trained
-    end_report     the postmortem, the last event and the last line
 """

@@ -123,7 +123,8 @@ def report_recoveries(run: Run) -> None:
     Args:
         run: the parts of the run.
     """
-    loss, levels = run.witness.recent.mean_loss(), run.log.history.losses_before
+    loss, verdicts = run.witness.recent.mean_loss(), run.log.history.of("assessment")
+    levels = {each.onset: each.loss_before for each in verdicts if each.loss_before is not None}
     recovered = [at for at in run.ledger.damage_left if at in levels and loss <= levels[at]]
     if not recovered:
         return

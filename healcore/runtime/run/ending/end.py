@@ -4,7 +4,7 @@
     fault          an exception of the program is classified and logged, and saved if a rule says so
     last save      the state of the last step
     judgement      a loop that has ended by itself may be incomplete (`completeness.py`)
-    report         postmortem, event `end`, last line (`end_report.py`)
+    report         postmortem, event `end`, last line (`reports.py`)
 
 After a kill, the next start writes the postmortem (`postmortem.write_for_killed`). Errors at the
 end are logged and not raised, because they would hide the error that has ended the run.
@@ -22,8 +22,8 @@ from healcore.core.decision import Cause
 from healcore.core.signals import SignalError
 from healcore.events.models import Ending
 from healcore.runtime.faults.classification import Fault, classify
+from healcore.runtime.run import reports
 from healcore.runtime.run.ending.completeness import incomplete_run_error, report_recoveries
-from healcore.runtime.run.ending.end_report import write_report
 from healcore.runtime.run.ending.exits import (
     AlreadyCompleted,
     EndRequested,
@@ -118,7 +118,7 @@ class _End:
             self._try("the record of the end", replace)
             if run.store.root is not None:
                 remember_completed(run.store.root)
-        write_report(run, ending, self.error, self.fault, self.memory)
+        reports.report_end(run, ending, self.error, self.fault, self.memory)
         self._close_parts()
         return RunEnd(ending, self.error)
 

@@ -84,7 +84,7 @@ class Stopping:
         """
         for result in self.run.dispatch_queue.read_all():
             self.run.progress.step += self.run.dispatch_queue.take_count_correction()
-            several = self.run.monitor.metrics.has_several_engines
+            several = self.run.metrics.has_several_engines
             self.run.log.records(result.index, result.records, several=several)
-            self.run.monitor.metrics.add(result.records)
+            self.run.metrics.add(result.records)
             self.run.ledger.skips += result.why in SKIPS

@@ -2,7 +2,6 @@
 
 `IncidentMonitor.note_step` is the entry:
 
-    monitor    fills journal and ledger, asks the hooks, and makes orders
-    alarms     the events and lines of alarms, alerts and incidents
+    monitor    fills journal and ledger, writes alarms, asks the hooks, and makes orders
     metrics    counts, mean losses and learning rates of the run
 """

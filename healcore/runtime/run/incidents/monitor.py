@@ -1,18 +1,24 @@
-"""`IncidentMonitor`: turns the records of a step into events and an order to the host."""
+"""`IncidentMonitor`: turns the records of a step into events and an order to the host.
+
+An alarm is a step with a cause. Alarms that follow one another closely are one incident. An alert
+reports a fault about which nothing may be decided yet.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import itertools
+from collections import Counter
 from typing import TYPE_CHECKING
 
+from healcore.console import is_logged, passes_power_of_ten
 from healcore.core.decision import LASTING, Action, Cause, names_of
 from healcore.core.engine.incident import incident_causes
 from healcore.core.step_record import StepRecord, Why
 from healcore.history import Counts
+from healcore.history.run_history import MAX_ALARMS
 from healcore.runtime.data import BatchId
+from healcore.runtime.faults.failures import Severity, failures_of
 from healcore.runtime.run.dispatch_queue import StepResult
-from healcore.runtime.run.incidents.alarms import Alarms
-from healcore.runtime.run.incidents.metrics import RunMetrics
 from healcore.runtime.run.ledger import IncidentRecord
 from healcore.runtime.run.trouble import Trouble, TroubleCause
 from healcore.runtime.run_options import Hooks, IncidentContext
@@ -36,27 +42,43 @@ class IncidentMonitor:
     another: it knows which alarms belong to one incident, which causes are new to the reader, and
     which steps an order has to undo.
 
+    A run may have an alarm at every step for hours. So lines become rarer with their number, and
+    after `MAX_ALARMS` alarms so do events. The metrics file has all alarms. Otherwise the first
+    alarms would be lost among thousands of equal lines.
+
     Args:
         run: the parts of the run.
         hooks: functions of the program, which may replace an order.
 
     Attributes:
-        metrics: the metrics of the newest step, and counts since the run began.
         nonfinite_record: newest record of a step that was not finite, or None.
     """
 
     def __init__(self, run: Run, hooks: Hooks) -> None:
         self.run = run
-        self.metrics = RunMetrics(run)
         self.nonfinite_record: StepRecord | None = None
         self._hooks = hooks
-        self._causes = incident_causes(run.policy.engine.config)
+        config, incident = run.policy.engine.config, run.policy.incident
+        self._causes = incident_causes(config)
         several = _MIN_INTERVALS_REMEMBERED * run.schedule.every
         self._kept = max(run.policy.rollback.region, several, _MIN_STEPS_REMEMBERED)
         """Number of steps whose batch ids are kept."""
-        self._alarms = Alarms(run)
         self._newest_causes = 0
         """`Cause` flags of the newest step."""
+        self._quiet_steps = int(config.incident.quiet_steps)
+        """Steps without an alarm after which an incident is reported as over."""
+        self._reports_all = bool(incident.alert_steps)
+        """Whether every alert is reported, because the policy sets `alert_steps` itself."""
+        self._steps_without = incident.alert_steps or self._quiet_steps
+        """Steps without a cause after which the cause begins again."""
+        self._alerting = Cause(0)
+        """The causes on which a rule alerts at their first step."""
+        for rule in (*config.rules, *run.policy.host_rules):
+            at_first_step = not rule.sustained and rule.consecutive == 1 and rule.within == 0
+            if at_first_step and rule.action & Action.ALERT:
+                self._alerting |= Cause(rule.causes)
+        self._told: Counter[str] = Counter()
+        """An alert, by its incident or its engine -> how often it has occurred."""
 
     def note_step(self, result: StepResult) -> Trouble | None:
         """Notes one step: counts it, writes its events, and asks for an action.
@@ -69,23 +91,20 @@ class IncidentMonitor:
         Returns:
             An order if the host has to save, roll back or stop, or None.
         """
-        run, journal, order = self.run, self.run.journal, None
+        run, journal, records = self.run, self.run.journal, result.records
         alarm = journal.add(result, self._causes, self._kept)
         incident = run.ledger.add(result, alarm, is_open=journal.open)
-        self.metrics.add(result.records)
-        self._alarms.report_over(result)
         self._newest_causes = result.causes
-        records = result.records
-        if any(record.cause or record.action for record in records):
-            records = self._alarms.report(result, incident)
+        acts = any(record.cause or record.action for record in records)
+        if acts:
+            records = self._report_alarms(result, incident)
+        run.metrics.add(result.records)
+        self._report_over(result)
         for record in records:
             unread = record.judged or record.why == Why.STATE_KEPT
             if not record.taken and journal.nonfinite_streak and unread:
                 self.nonfinite_record = record
-            run.rate_log.add(record)
-            if record.action:
-                order = _merge(order, self._order(result, record, incident))
-        return order
+        return self._order(result, records, incident) if acts else None
 
     def counts(self) -> Counts:
         """The counts of the whole run, including earlier processes.
@@ -93,8 +112,7 @@ class IncidentMonitor:
         Incidents, rollbacks and skips of undone steps count, because they have happened. Clips and
         cuts are counted by the engines, whose states a rollback restores.
         """
-        ledger = self.run.ledger
-        total = self.metrics.total
+        ledger, total = self.run.ledger, self.run.metrics.total
         return Counts(
             incidents=ledger.incident_count,
             rollbacks=len(ledger.rollbacks),
@@ -124,8 +142,6 @@ class IncidentMonitor:
         """
         return Cause(self._newest_causes) & LASTING
 
-    # -- batches --------------------------------------------------------------------------------
-
     @staticmethod
     def batches_of_alarms(later: list[StepResult]) -> list[BatchId]:
         """The batches of the steps after an order, up to the last step with an alarm.
@@ -133,16 +149,8 @@ class IncidentMonitor:
         Args:
             later: the steps that were read after the order, oldest first.
         """
-        found: list[BatchId] = []
-        since_alarm: list[BatchId] = []
-        for step in later:
-            since_alarm += step.batches
-            for record in step.records:
-                if record.cause:
-                    found += since_alarm
-                    since_alarm = []
-                    break
-        return found
+        until = max((place for place, step in enumerate(later, 1) if step.causes), default=0)
+        return [batch for step in later[:until] for batch in step.batches]
 
     def read_engines(self) -> None:
         """Sets multipliers and counts from the engines' states, without an event.
@@ -150,53 +158,209 @@ class IncidentMonitor:
         Called after a start or a rollback. The states of the engines are on the host then, and hold
         values that no record has shown.
         """
-        engines = self.run.driver.engines()
-        self.run.rate_log.read(engines)
-        self.metrics.set_counts(engines)
+        self.run.metrics.read(self.run.driver.engines())
+
+    # -- events and lines -----------------------------------------------------------------------
+
+    def _report_over(self, result: StepResult) -> None:
+        """Writes the event of each incident that is over.
+
+        Its engine has closed it, and `quiet_steps` steps had no alarm.
+        """
+        log, newest_first = self.run.log, reversed(self.run.ledger.incidents)
+        # A step has few calls: the incidents are over in their order.
+        for incident in itertools.takewhile(lambda each: not each.reported_over, newest_first):
+            if not incident.over or incident.last > result.index - self._quiet_steps:
+                continue
+            incident.reported_over = True
+            record = self.run.metrics.newest(incident.engine) or result.records[0]
+            log.event(
+                "over",
+                step=result.index,
+                say=log.info if is_logged(incident.number) else None,
+                incident=incident.number,
+                onset=incident.onset,
+                last=incident.last,
+                engine=record.engine,
+                cause=Cause(incident.cause),
+                readings=record.readings,
+            )
+
+    def _report_alarms(
+        self, result: StepResult, incident: IncidentRecord | None
+    ) -> list[StepRecord]:
+        """Writes the events of a step with a cause, and at most one line.
+
+        A step has a line at a cut of the learning rate, and:
+
+        - In the first ten incidents, then in each whose number is a power of two: at the first
+          alarm, then at each power of ten.
+        - Outside of incidents: at the first alarm, then at each power of ten; and at the first ten
+          alerts of each optimizer and cause, then at each power of two.
+
+        An alert is reported once per incident and cause, outside of incidents if the step has a
+        line. Later alarms than `MAX_ALARMS` have an event only with an action or a line.
+
+        Returns:
+            The records of the step, with the action ALERT where a cause begins.
+        """
+        rows: list[tuple[StepRecord, Cause]] = []
+        for record in result.records:
+            alert = Cause(record.cause if record.action & Action.ALERT else 0)
+            alert |= self._begins(result.index, record)
+            action = Action(record.action) | (Action.ALERT if alert else 0)
+            rows.append((record._replace(action=action), alert))
+        # With several optimizers, the line is about a cut, then a skip, an alert, any other cause.
+        lead = max(
+            (record for record, _ in rows),
+            key=lambda each: (
+                bool(each.action & Action.CUT_LR),
+                not each.taken,
+                bool(each.action & Action.ALERT),
+                each.cause != 0,
+            ),
+        )
+        has_line = bool(lead.action & Action.CUT_LR) and not self.run.policy.observes
+        number = 0 if incident is None else incident.number
+        for record, alert in rows:
+            for name in names_of(alert if not number else Cause(0)):
+                self._told[f"{record.engine}/{name}"] += 1
+                has_line |= self._reports_all or is_logged(self._told[f"{record.engine}/{name}"])
+        if incident is None:
+            self._told["outside"] += bool(lead.cause)
+            alarms = self._told["outside"]
+        else:
+            alarms = incident.alarms
+        tenth = bool(lead.cause) and passes_power_of_ten(alarms - 1, alarms)
+        has_line |= tenth and is_logged(number)
+        for record, alert in rows:
+            if not record.cause:
+                continue
+            self._told[f"{number}/{alert}"] += 1
+            is_new = self._told[f"{number}/{alert}"] == 1 if number else has_line
+            if alarms <= MAX_ALARMS or has_line or record.action:
+                shown = alert if is_new or self._reports_all else Cause(0)
+                is_lead = has_line and record is lead
+                self._write(result, record, shown, incident, alarms, is_lead=is_lead)
+        return [record for record, _ in rows]
+
+    def _begins(self, index: int, record: StepRecord) -> Cause:
+        """The causes of a record that begin, and on which a rule alerts.
+
+        A cause begins if `quiet_steps` steps, or the policy's own `alert_steps`, had no alarm with
+        it.
+        """
+        begins, last_alarms = Cause(0), self.run.ledger.last_alarms
+        for name in names_of(record.cause):
+            key = f"{record.engine}/{name}"
+            if index - last_alarms.get(key, -self._steps_without - 1) > self._steps_without:
+                begins |= Cause[name]
+            last_alarms[key] = index
+        return begins & self._alerting
+
+    def _write(
+        self,
+        result: StepResult,
+        record: StepRecord,
+        alert: Cause,
+        incident: IncidentRecord | None,
+        alarms: int,
+        *,
+        is_lead: bool,
+    ) -> None:
+        """Writes the event of an alarm, and its line if `is_lead`.
+
+        Collective at the first alarm of an incident.
+        """
+        run, observes, of_ranks = self.run, self.run.policy.observes, None
+        log = run.log
+        if incident and alarms == 1 and record.rank_signals is not None and run.ranks.world > 1:
+            of_ranks = [
+                {"rank": rank, "loss": loss, "grad_norm": norm}
+                for rank, (loss, norm) in enumerate(run.ranks.gather(record.rank_signals))
+            ]
+        failures, page = failures_of(alert), failures_of(record.cause)[0]
+        references = dict.fromkeys(each for row in failures for each in row.references)
+        say = log.error if page.severity is Severity.ERROR else log.warning
+        why = "the optimizer made NaN or Inf of a finite gradient" if record.by_optimizer else None
+        scale_before = run.metrics.scale_of(record.engine)
+        log.event(
+            "alarm",
+            step=result.index,
+            say=say if is_lead else None,
+            engine=record.engine,
+            incident=incident.number if incident else 0,
+            cause=record.cause,
+            skip=not record.taken,
+            skips=None if record.taken or observes else run.ledger.skips,
+            grad_scale=None if run.policy.engine.per_tensor else record.grad_scale,
+            lr=record.lr,
+            lr_scale_before=scale_before if record.action & Action.CUT_LR else None,
+            lr_scale=record.lr_scale,
+            action=record.action,
+            readings=record.readings,
+            evidence=record.evidence,
+            why=why,
+            observed=observes,
+            of_ranks=of_ranks,
+            batches=[list(batch) for batch in result.batches],
+            rows=[batch.rows for batch in result.batches if batch.rows] or None,
+            alert=alert or None,
+            severity=failures[0].severity if failures else None,
+            diagnosis=" ".join(row.diagnosis for row in failures) or None,
+            references=list(references) or None,
+        )
+        if is_lead:
+            log.name_page(page.name, say)
 
     # -- orders ---------------------------------------------------------------------------------
 
     def _order(
-        self, result: StepResult, record: StepRecord, incident: IncidentRecord | None
+        self, result: StepResult, records: list[StepRecord], incident: IncidentRecord | None
     ) -> Trouble | None:
-        """Makes an order of the actions of a record, after the hooks and all ranks (collective).
+        """Makes an order of the actions of a step, after the hooks and all ranks (collective).
+
+        With several optimizers the order has the actions of all, and the deeper rollback.
 
         Returns None if the policy only observes, or if the host has nothing to do.
         """
         run, journal = self.run, self.run.journal
-        onset = result.index
-        firsts: list[int] = []  # first steps of the causes in this incident
+        onset = since = result.index
         if incident is not None:
             onset = incident.onset
-            firsts = [
-                incident.first[name] for name in names_of(Cause(record.cause & incident.cause))
-            ]
             if incident.only_skips:
                 # A finite step within the incident shows that the weights were finite at this step.
                 onset = journal.first_consecutive(result.index)
-        action = Action(record.action)
-        if len(self._hooks):
-            action = self._ask_hooks(result, record, onset, incident)
+        ordered = action = Action(0)
+        flags, depth = Cause(0), 1
+        for record in records:
+            if record.action:
+                ordered |= Action(record.action)
+                flags |= Cause(record.cause)
+                depth = max(depth, record.rollback_depth)
+                action |= self._ask_hooks(result, record, onset, incident)
+        if not ordered:
+            return None
         # Takes the union of the ranks' actions, because hooks may differ between ranks.
-        depth = 1
-        for of_rank, depth_of_rank in run.ranks.gather((int(action), record.rollback_depth)):
+        for of_rank, depth_of_rank in run.ranks.gather((int(action), depth)):
             action |= Action(of_rank)
             depth = max(depth, depth_of_rank)
         if run.policy.observes or not action & _ORDERS:
             return None
-        first = max(min(firsts, default=onset), onset)
-        cause = TroubleCause.RULE
-        if action & ~record.action & (Action.ROLLBACK | Action.STOP):
-            cause = TroubleCause.HOOK
+        if incident is not None:
+            # The first steps of the causes in this incident.
+            firsts = [incident.first[name] for name in names_of(flags & Cause(incident.cause))]
+            since = max(min(firsts, default=onset), onset)
+        by_hook = action & ~ordered & (Action.ROLLBACK | Action.STOP)
         return Trouble(
-            cause=cause,
+            cause=TroubleCause.HOOK if by_hook else TroubleCause.RULE,
             onset=onset,
             found_at=result.index,
-            since=first,
+            since=since,
             action=int(action),
-            flags=int(record.cause),
+            flags=int(flags),
             depth=depth,
-            batches=tuple(journal.batches_between(first, result.index)),
+            batches=tuple(journal.batches_between(since, result.index)),
         )
 
     def _ask_hooks(
@@ -207,6 +371,8 @@ class IncidentMonitor:
         incident: IncidentRecord | None,
     ) -> Action:
         """Calls the hooks and logs their results. Returns the actions to take."""
+        if not len(self._hooks):
+            return Action(record.action)
         context = IncidentContext(
             0 if incident is None else incident.number,
             result.index,
@@ -218,12 +384,12 @@ class IncidentMonitor:
             record.evidence,
             tuple((batch.epoch, batch.index) for batch in result.batches),
         )
-        answer = self._hooks.run(context)
+        answer, log = self._hooks.run(context), self.run.log
         for problem in answer.problems:
-            self.run.log.event("hook", step=result.index, hook="", problem=problem)
+            log.event("hook", step=result.index, hook="", problem=problem)
         if answer.action is None or self.run.policy.observes:
             return Action(record.action)
-        self.run.log.event(
+        log.event(
             "hook",
             step=result.index,
             hook=answer.hook,
@@ -231,21 +397,3 @@ class IncidentMonitor:
             action=answer.action,
         )
         return answer.action
-
-
-def _merge(one: Trouble | None, other: Trouble | None) -> Trouble | None:
-    """Joins the orders of two optimizers for the same step: the earlier start, the deeper depth."""
-    if one is None or other is None:
-        return one or other
-    cause = TroubleCause.RULE
-    if TroubleCause.HOOK in (one.cause, other.cause):
-        cause = TroubleCause.HOOK
-    return replace(
-        one,
-        cause=cause,
-        action=one.action | other.action,
-        depth=max(one.depth, other.depth),
-        since=min(one.since, other.since),
-        batches=max(one.batches, other.batches, key=len),
-        flags=one.flags | other.flags,
-    )

@@ -154,7 +154,7 @@ class WayBack:
         """
         run, accepts = self.run, chosen.outcome is Outcome.ACCEPT
         live, rates = run.driver.engines(), run.driver.learning_rates()
-        lr_scale = run.rate_log.lr_scale
+        lr_scale = run.metrics.lr_scale
         undone = chosen.envelope.rates if accepts else {}
 
         # Load.

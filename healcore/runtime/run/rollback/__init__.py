@@ -8,7 +8,6 @@
     host_rules       counts the rules of the policy that need evidence
     holding          learns the healthy ranges, and holds what has left them
     rate_limits      which learning rates follow a ceiling
-    report           what the log says
 
 `restore` carries out what is decided here.
 """

@@ -87,7 +87,7 @@ class Holding:
         seen = broadcast(run.ranks, dict(run.driver.numbers()))
         rates: dict[str, float] = {}
         if step > run.record.first_step:  # no step was trained before the first checkpoint
-            rates = run.rate_log.rates_in_force()
+            rates = run.metrics.rates_in_force()
             if not run.witness.is_enabled:  # it has seen no steps
                 rates |= run.journal.rates
         free = {name: each for name, each in seen.items() if name not in envelope.numbers}

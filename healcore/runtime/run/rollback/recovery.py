@@ -25,10 +25,10 @@ from healcore.console import counted, first_of, passes_power_of_ten
 from healcore.core.decision import NONFINITE, Action, Cause, names_of
 from healcore.core.step_record import SKIPS
 from healcore.events.kinds import flags_text
+from healcore.runtime.run import reports
 from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.envelope import Envelope
 from healcore.runtime.run.healthy_ranges import HealthyValues
-from healcore.runtime.run.rollback import report
 from healcore.runtime.run.rollback.host_rules import HostRules
 from healcore.runtime.run.rollback.nonfinite import SERIOUS
 from healcore.runtime.run.rollback.remedy import Facts, Outcome, RateFact, Remedy, remedy
@@ -89,11 +89,11 @@ class Recovery:
         # A dispatch may have more or fewer steps than `PendingDispatch.count`.
         run.progress.step += run.dispatch_queue.take_count_correction()
         records = [self._host_rules.with_rollback_order(each) for each in result.records]
-        result = result._replace(records=run.monitor.metrics.with_loss_ratios(records))
+        result = result._replace(records=run.metrics.with_loss_ratios(records))
         run.log.records(
             result.index,
             result.records,
-            several=run.monitor.metrics.has_several_engines,
+            several=run.metrics.has_several_engines,
             steps_at_once=result.steps_at_once,
         )
         order = run.monitor.note_step(result)
@@ -103,7 +103,7 @@ class Recovery:
             if rate is not None and rate > highest.get(record.engine, 0.0):
                 highest[record.engine] = rate
         if run.journal.nonfinite_streak == 1:  # not every record has the rate of its step
-            for name, rate in run.rate_log.rates_in_force().items():
+            for name, rate in run.metrics.rates_in_force().items():
                 highest[name] = max(rate, highest.get(name, 0.0))
         return order
 
@@ -185,7 +185,7 @@ class Recovery:
             kept = holding.envelope.without_numbers(intended)
             holding.hold(kept, until)
             run.witness.pause_until(until)
-            run.log.warning(f"step {index}: {values}: {report.INTENDED}, and is used from now on")
+            run.log.warning(f"step {index}: {values}: {reports.INTENDED}, and is used from now on")
         return done
 
     # -- rules, hooks and NaN: is there evidence? -----------------------------------------------
@@ -274,7 +274,7 @@ class Recovery:
     def _stop_reason(self, trouble: Trouble) -> str:
         """Why an order stops the run, as a clause."""
         if trouble.arrays:
-            return report.nonfinite_save(trouble)
+            return reports.reason_of(trouble)
         if trouble.cause is TroubleCause.HOOK:
             return "an on_incident hook stopped it"
         engines = self.run.driver.engines().values()
@@ -481,7 +481,7 @@ class Recovery:
             run.ledger.skips -= skips
             run.dispatch_queue.make_due_again(unread)  # their own troubles are answered next
             return None
-        report.report_rollback(run, done, index)
+        reports.report_rollback(run, done, index)
         run.progress.step = done.checkpoint
         run.step_batches.on_rollback()
         run.dispatch_queue.forget_accumulation()
@@ -499,7 +499,7 @@ class Recovery:
             may_continue = run.nonfinite_recovery.weights_are_finite()
         if not may_continue:
             run.stopping.stop(str(error), onset=trouble.onset)
-        why = report.reason_of(trouble)
+        why = reports.reason_of(trouble)
         if self._times_to_log(why):
             reason = str(error)
             if isinstance(error, StateMismatch):
@@ -510,9 +510,8 @@ class Recovery:
             run.log.problem(run.progress.step, problem)
         if trouble.cause is TroubleCause.BETTER_WEIGHTS and trouble.finite:
             run.ledger.keep_damage(trouble.onset)
-            self._log_verdict(
-                "accepted", trouble, run.progress.step - 1, by="nothing", why=report.NOT_RESTORED
-            )
+            why = "no checkpoint could be restored"
+            self._log_verdict("accepted", trouble, run.progress.step - 1, by="nothing", why=why)
             run.witness.pause_until(run.progress.step + 1)
 
     def _accept(
@@ -534,15 +533,13 @@ class Recovery:
             run.nonfinite_recovery.allow(trouble, tries)
             return None
         until = run.progress.step + 1
-        why = report.why_accepted(trouble, len(tries))
+        why = reports.why_accepted(trouble, len(tries))
         if trouble.cause is TroubleCause.BETTER_WEIGHTS:
             run.ledger.accepted += 1
         if trouble.cause is not TroubleCause.NO_FINITE_STEP:
             run.ledger.accepted_until = until
             run.ledger.keep_damage(trouble.onset)
-            self._log_verdict(
-                "accepted", trouble, index, by=report.decided_by(trouble) or "state", why=why
-            )
+            self._log_verdict("accepted", trouble, index, by=trouble.cause, why=why)
         done, undone = None, any(each.holds for each in tries)
         if undone:
             oldest = min(each.checkpoint for each in tries)
@@ -554,8 +551,6 @@ class Recovery:
             if done is None:
                 run.holding.hold(chosen.envelope, until)
         run.witness.pause_until(until)
-        if trouble.cause is TroubleCause.BETTER_WEIGHTS:
-            run.log.warning(report.accepted_line(trouble, index, why, done=done, undone=undone))
         return done
 
     def _log_verdict(
@@ -571,11 +566,13 @@ class Recovery:
         anchor, loss_before = self.run.witness.state.anchor_of(trouble.better_step), None
         if anchor is not None and name == "accepted" and math.isfinite(anchor.level):
             loss_before = anchor.level
-        self.run.log.assessment(
+        log = self.run.log
+        log.assessment(
             index,
             trouble.onset,
             name,
             by,
+            say=log.warning if by == TroubleCause.BETTER_WEIGHTS and name == "accepted" else None,
             checkpoint=trouble.better_step,
             rise=trouble.rise,
             loss_before=loss_before,

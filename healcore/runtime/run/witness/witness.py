@@ -351,9 +351,8 @@ class Witness:
 
     def _recover(self, index: int, verdict: Trouble) -> None:
         """Ends a pending verdict, because no evidence is left."""
-        log, onset = self.run.log, verdict.onset
-        log.assessment(index, onset, "recovered", checkpoint=verdict.better_step)
-        log.info(f"step {index}: the run has recovered from the damage of step {onset}")
+        log, better = self.run.log, verdict.better_step
+        log.assessment(index, verdict.onset, "recovered", say=log.info, checkpoint=better)
         self.state.forget_trouble()
 
     def _newest_better(self, anchor: Anchor) -> Anchor:
@@ -424,12 +423,13 @@ class Witness:
             anchor.forget()
             if anchor.step == verdict.better_step:
                 anchor.evidence, anchor.onset = self.strong, verdict.onset
-        self.run.log.assessment(index, verdict.onset, "worse", checkpoint=verdict.better_step)
-        self.run.log.warning(
-            f"step {index}: the weights of step {verdict.better_step} are better on the same "
-            f"batches, since step {verdict.onset}; the run has until step "
-            f"{verdict.recovers_until}, or the end of the data, to recover. Then they are compared "
-            "again, and it rolls back if they are still better"
+        self.run.log.assessment(
+            index,
+            verdict.onset,
+            "worse",
+            say=self.run.log.warning,
+            checkpoint=verdict.better_step,
+            why=f"the run has until step {verdict.recovers_until} to recover",
         )
 
     def verdict_now(self, index: int, *, at_end: bool = False) -> Trouble | None:

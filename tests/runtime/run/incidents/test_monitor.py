@@ -9,7 +9,7 @@ from healcore.core.step_record import Why
 from healcore.events import Log
 from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.dispatch_queue import StepResult
-from healcore.runtime.run.incidents.metrics import RateLog
+from healcore.runtime.run.incidents.metrics import RunMetrics
 from healcore.runtime.run.incidents.monitor import IncidentMonitor
 from healcore.runtime.run.run import Run
 from healcore.runtime.run_options import Hooks
@@ -31,7 +31,7 @@ def run() -> Run:
 @pytest.fixture
 def monitor(run: Run) -> IncidentMonitor:
     run.schedule = schedule_of(run, run.policy.rollback.probation)
-    run.rate_log = RateLog(run)
+    run.metrics = RunMetrics(run)
     run.monitor = IncidentMonitor(run, Hooks())
     return run.monitor
 
@@ -70,7 +70,7 @@ def test_an_incident_that_is_over_has_one_event_and_one_line(run, monitor, capsy
     (line,) = capsys.readouterr().err.splitlines()
     assert "step 17: incident 1 is over: nonfinite loss, steps 5 to 7; loss 0.5" in line
     (incident,) = run.log.history.incidents
-    assert incident.over
+    assert incident.cause == ("NONFINITE_LOSS",)
     assert not monitor.is_unhealthy
 
 

@@ -10,7 +10,7 @@ from healcore.events import Log
 from healcore.runtime.driver import NumberRange, WeightsChanged
 from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.dispatch_queue import StepResult
-from healcore.runtime.run.incidents.metrics import RateLog
+from healcore.runtime.run.incidents.metrics import RunMetrics
 from healcore.runtime.run.rollback.holding import Holding
 from healcore.runtime.run.trouble import Trouble
 from healcore.runtime.run.witness.evidence import ObservedBatch
@@ -78,7 +78,7 @@ class ToyRun:
         run = bare_run(log, self.driver)
         self.record = run.record
         run.schedule = schedule_of(run, interval)
-        run.rate_log = RateLog(run)
+        run.metrics = RunMetrics(run)
         run.holding = Holding(run)
         run.witness = Witness(run, loss_fn, options.pop("loss_fn_cost", FORWARD_PASS))
         self.witness, self.holding = run.witness, run.holding
