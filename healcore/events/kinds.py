@@ -146,9 +146,6 @@ def _alarm(event: EventRecord) -> str:
     names = batch_names(event.batches or (), event.rows or ())
     which = f"incident {event.incident}: " if event.incident else ""
     parts = [which + alarm_text(event), first_of(names, 3) if event.rows or event.skip else ""]
-    if event.evidence:
-        norms = [f"{tensor.name} ({tensor.grad_norm:.3g})" for tensor in event.evidence]
-        parts.append(f"unusual gradients: {first_of(norms, 5)}")
     return "; ".join(filter(None, parts))
 
 

@@ -242,7 +242,9 @@ def _findings(outcome: RunOutcome) -> Iterator[str]:
     if len(found) > _MAX_FAULTS:
         yield f"Fault: {len(found) - _MAX_FAULTS:,} earlier ones"
     for event in found[-_MAX_FAULTS:]:
-        yield f"Fault: step {event.step}: {sentence(event)}"
+        norms = [f"{tensor.name} ({tensor.grad_norm:.3g})" for tensor in event.evidence or ()]
+        gradients = f"; unusual gradients: {first_of(norms, _SHOWN)}" if norms else ""
+        yield f"Fault: step {event.step}: {sentence(event)}{gradients}"
     tried = interventions(outcome)
     if history.observes:
         tried = ["nothing: the policy only observes"]

@@ -126,7 +126,7 @@ class RunLog:
         self.event("assessment", step=step, say=say, **fields)
 
     def fault(
-        self, step: int, fault: Fault, problem: str, *, answer: str | None, **fields: object
+        self, step: int, fault: Fault, problem: str, *, answer: str | None, **fields: Any
     ) -> None:
         """Writes the event of a fault, and logs a warning, or an error if the run ends.
 
