@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -259,7 +260,7 @@ class FollowedOptimizer:
 
     def _watch(self) -> None:
         """Puts the hook on the first trained parameter, which the program may freeze or replace."""
-        params = gradients.parameters(self.healing.optimizer)
+        params = chain.from_iterable(each["params"] for each in self.healing.optimizer.param_groups)
         trained = next((p for p in params if p.requires_grad and p.is_leaf), None)
         if trained is None or trained is self._watched:
             return  # None: all parameters are frozen while another network trains
