@@ -61,7 +61,7 @@ class Manifest(BaseModel, frozen=True, ser_json_inf_nan="constants"):
     Digests are no signature: anybody may have written the file.
     """
 
-    version: Literal[6] = 6
+    version: Literal[6] = Field(default=6, alias="schema")
     """Version of this class. A manifest of another version is not read."""
     step: Annotated[int, Field(ge=0, lt=1 << 63)]
     """Number of optimizer steps that the state has had."""
@@ -131,7 +131,7 @@ def complete(root: Path, folder: Path, manifest: Manifest, entries: Sequence[Any
 
 def write(folder: Path, manifest: Manifest) -> None:
     """Writes or replaces the manifest of a checkpoint. A crash leaves the old or the new one."""
-    files.replace(folder / MANIFEST, files.seal(manifest.model_dump_json().encode()))
+    files.replace(folder / MANIFEST, files.seal(manifest.model_dump_json(by_alias=True).encode()))
 
 
 def remove(folder: Path) -> None:
@@ -286,6 +286,8 @@ def _open(folder: Path) -> Saved:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
         why = f"has values that this version does not write: {where!a:.200} ({first['msg']})"
+        if where == "schema":
+            why = "is of another version of healcore: resume with that version"
         raise damaged(folder, why) from None
     if folder.name != directory_name(manifest.step, manifest.attempt):
         raise damaged(folder, f"is of step {manifest.step}, attempt {manifest.attempt}")

@@ -7,6 +7,8 @@ import pytest
 
 from healcore.runtime.store.checkpoints import CheckpointDamaged
 from healcore.runtime.store.files import ChecksumError, unseal
+from healcore.runtime.store.manifest import MANIFEST
+from tests.hostile.run_directories import part, rewrite
 from tests.runtime.store.disk_faults import flip
 from tests.runtime.store.store_cases import (
     DCP,
@@ -91,3 +93,10 @@ def test_a_file_that_is_not_whole(case, tmp_path, how):
             path.rmdir()
         path.write_bytes(data)
     assert [saved.step for saved in case.make(tmp_path).checkpoints()] == [1, 2]
+
+
+def test_a_checkpoint_of_another_version_is_named(tmp_path):
+    newer = two_saves(DCP, tmp_path)
+    rewrite(newer, MANIFEST, part(newer, MANIFEST) | {"schema": 5})
+    (error,) = DCP.make(tmp_path).damaged()
+    assert "is of another version of healcore: resume with that version" in str(error)
