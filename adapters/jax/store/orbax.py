@@ -8,7 +8,7 @@ digests, the copies in memory. It calls `JaxFormat`, its part for JAX, in this o
     FlatState  entries           structure and Python values, as JSON
                leaves            "params.w" -> Leaf(parts, its sharding)
       | copy_parts               shards -> host memory; the step may then reuse donated memory
-    HostCopy
+    FlatState                    the same, of arrays in host memory
       | write_large              in the background; Orbax writes each array under its name
 
     checkpoints/step-0000000050.1/

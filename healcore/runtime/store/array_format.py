@@ -1,9 +1,9 @@
 """`ArrayFormat`: how the arrays of a framework are copied, written, read and restored.
 
-    live state ── flatten ──► FlatState ── copy ──► HostCopy ── inspect ──► NaN and Inf
-    (of the framework)        structures,           arrays in              │
-                              arrays not copied     host memory            ├── kept in memory
-                                                                           └── write (directory)
+    live state ── copied ──► FlatState ── nonfinite ──► NaN and Inf
+    (of the framework)       structures, arrays in     │
+                             host memory               ├── kept in memory
+                                                       └── write (directory)
 
     saved entries ── match ──► Target ── read ──► arrays ── assemble ──► state for `Driver.load`
     live state ─────────┘      (from a directory, or from a copy in memory)
