@@ -79,7 +79,7 @@ def norms(grads: Sequence[Tensor]) -> list[Tensor]:
         For each gradient its norm, 0-d float32 on its device.
     """
     squares: dict[int, Tensor] = {}
-    batches: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
+    batches: dict[Any, dict[int, Tensor]] = {}
     for i, grad in enumerate(grads):
         if type(grad) is not Tensor:
             grad = local_part(grad)
@@ -92,11 +92,14 @@ def norms(grads: Sequence[Tensor]) -> list[Tensor]:
         if grad.is_cpu and type(grad) is Tensor and (is_large or dtype in HALVES):
             squares[i] = _square_by_dot(grad)
         else:
-            batches.setdefault((grad.device, dtype), {})[i] = grad
-    norm_at: dict[int, Tensor] = {}
+            # On a CPU the device is None: a `torch.device` takes as long as the rest of this loop.
+            key = (None if grad.is_cpu else grad.device, dtype)
+            batches.setdefault(key, {})[i] = grad
+    found: list[Any] = [None] * len(grads)
     if squares:
         roots = torch.stack([*squares.values()]).sqrt_().to(torch.float32).unbind()
-        norm_at.update(zip(squares, roots, strict=True))
+        for i, norm in zip(squares, roots, strict=True):
+            found[i] = norm
     for (_, dtype), batch in batches.items():
         result_dtype = None
         if dtype in HALVES:
@@ -104,8 +107,9 @@ def norms(grads: Sequence[Tensor]) -> list[Tensor]:
         batch_norms = _foreach_norm([*batch.values()], 2, dtype=result_dtype)
         if batch_norms[0].dtype is not torch.float32:
             batch_norms = [norm.to(torch.float32) for norm in batch_norms]
-        norm_at.update(zip(batch, batch_norms, strict=True))
-    return [norm_at[i] for i in range(len(grads))]
+        for i, norm in zip(batch, batch_norms, strict=True):
+            found[i] = norm
+    return found
 
 
 def _square_by_dot(grad: Tensor) -> Tensor:

@@ -79,8 +79,7 @@ class HealedStep:
           _judge    measures: Measurer.measure, SignalAllReduce.reduce with several ranks
                     guards: LiveEngine.step decides; _apply clips, scales the rate
         original  steps: `step` as it was before `attach`, unless the host skips
-        _restore  restores what was replaced for the step
-        _end      reports the step to the listener
+        _finish   restores what was replaced for the step, reports the step to the listener
 
     The host skips a step by not calling the original `step`. A fused kernel skips by itself.
     A closure is evaluated before the original `step`, which receives the result.
@@ -173,20 +172,20 @@ class HealedStep:
         disable: Any = torch.compiler.disable
         self.pre_hook = disable(self._check_running)
         begin = disable(self._begin)
-        restore = disable(self._restore)
-        end = disable(self._end)
+        finish = disable(self._finish)
 
         def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             # A scheduler that was made after the replacement keeps this function after `detach`.
             if not self.attached:
                 return original(*args, **kwargs)
+            has_ended = False
             try:
                 result, args, kwargs = begin(args, kwargs)
                 if self._enforced.skip is not True:
                     result = original(*args, **kwargs)
+                has_ended = True
             finally:
-                restore()
-            end()
+                finish(has_ended)
             return result
 
         functools.update_wrapper(step, getattr(original, "__func__", original), updated=())
@@ -457,8 +456,11 @@ class HealedStep:
                 values[name] = before
         self._replaced.clear()
 
-    def _end(self) -> None:
-        """Ends a step that did not raise, and reports it."""
+    def _finish(self, has_ended: bool) -> None:
+        """Restores what was replaced, and reports a step that has ended without an exception."""
+        self._restore()
+        if not has_ended:
+            return
         self.in_update = False
         # Also the losses of a closure's later evaluations. An evaluation of a step that was not
         # judged, for example one without gradients, waits for the next step.

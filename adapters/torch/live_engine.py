@@ -119,9 +119,10 @@ def to_host(tensors: Sequence[Tensor | None]) -> list[Any]:
         For each tensor a scalar of NumPy (0-d) or an array (1-d); None for None.
     """
     parts = [tensor for tensor in tensors if tensor is not None]
-    device = next((tensor.device for tensor in parts if not tensor.is_cpu), None)
-    if device is not None:
+    devices = [tensor.device for tensor in parts if not tensor.is_cpu]
+    if devices:
         # One copy to the host for all tensors, which is then split.
+        device = devices[0]
         flat = torch.cat([tensor.to(device, torch.float32).reshape(-1) for tensor in parts]).cpu()
         pieces = flat.split([tensor.numel() for tensor in parts])
         parts = [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]

@@ -521,7 +521,9 @@ class Measurer:
             elif any(p.grad is not None for p in group["params"]):
                 rates.append(float(rate))
                 norm = torch.full_like(norm, math.nan)
-        return signals._replace(grad_norm=norm), rates
+        if norm is not signals.grad_norm:
+            signals = signals._replace(grad_norm=norm)
+        return signals, rates
 
     def missing_loss(self, *, observed: bool) -> str:
         """Counts a judged step, and notices once that the loop observes no loss, or all too late.
