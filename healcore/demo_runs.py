@@ -291,15 +291,15 @@ class DemoTraining:
     """What the Healer saves."""
     healer: Any = None
     """The Healer of a healed run."""
-    array: Callable[..., Any]
+    array: Any
     """Makes an array of the framework of a NumPy array."""
-    concatenate: Callable[..., Any]
+    concatenate: Any
     """Concatenates arrays along an axis."""
-    gelu: Callable[..., Any]
+    gelu: Any
     """The activation function, approximated by tanh."""
-    attention: Callable[..., Any]
+    attention: Any
     """Causal attention of queries, keys and values, (batch, time, heads, width of a head)."""
-    cross_entropy: Callable[..., Any]
+    cross_entropy: Any
     """Cross-entropy in nats of logits (batch, time, 256) and targets (batch, time)."""
 
     def loss(self, weights: Any, batch: Any) -> Any:

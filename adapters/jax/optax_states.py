@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -37,8 +37,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from healcore.core.array_namespace import shortest_decimal
-from healcore.jax.gradients import is_gradient
-from healcore.jax.heal_state import HealState, HealStateError, ScaleByHealLrState
+from healcore.jax.heal_state import HealStateError, ScaleByHealLrState
 from healcore.jax.trees import Leaf, PyTree, map_nodes, node_at, nodes
 
 State = TypeVar("State")
@@ -168,33 +167,6 @@ def reset_moments(tree: State, zeroed: Callable[[Any], Any]) -> State:
 def _has_moments(node: PyTree) -> bool:
     """Whether a node is a state of optax with moments that are initially zero."""
     return is_optax_state(node) and type(node).__name__ in _MOMENTS
-
-
-def moments_obstacle(tree: PyTree, engines: Iterable[tuple[Any, ...]]) -> str:
-    """Reason why moments cannot be reset, or an empty string.
-
-    Args:
-        tree: a run's state.
-        engines: path of each HealState in it. Only the optimizers next to them are checked.
-
-    Returns:
-        The reason names the first leaf that `reset_moments` would not reset.
-    """
-
-    def is_known(node: PyTree) -> bool:
-        return _has_moments(node) or isinstance(node, HealState | ScaleByHealLrState)
-
-    for path in engines:
-        for place, node in tree_leaves_with_path(node_at(tree, path[:-1]), is_leaf=is_known):
-            in_accumulator = "acc_grads" in [getattr(key, "name", "") for key in place]
-            if is_known(node) or in_accumulator:
-                continue  # `JaxDriver.load` empties the accumulators of optax.MultiSteps
-            if jnp.ndim(node) and is_gradient(node):  # 0-d numbers are scales or hyperparameters
-                return (
-                    f"state{keystr((*path[:-1], *place))} is not in an optax state with known "
-                    f"initial values (these are {', '.join(_MOMENTS)})"
-                )
-    return ""
 
 
 # -- numbers of optax.inject_hyperparams -----------------------------------------------------------

@@ -21,7 +21,7 @@ from healcore.torch import gradients
 from healcore.torch.attach_log import AttachLog
 from healcore.torch.live_engine import EnforcedDecision, LiveEngine, PendingRecord
 from healcore.torch.measurement import Measurement, Measurer, one_number
-from healcore.torch.moments import is_third_party, moments_obstacle, reset_moments
+from healcore.torch.moments import is_third_party, reset_moments
 from healcore.torch.optimizer_numbers import OptimizerNumbers
 from healcore.torch.ranks import SignalAllReduce
 
@@ -140,7 +140,7 @@ class HealedStep:
         self._resets_moments = bool(
             live_engine.engine.resets_moments
             and self.may_reset_moments
-            and not moments_obstacle(optimizer)
+            and not is_third_party(optimizer)
         )
         """Whether a cut of the learning rate resets the moments."""
         self._reset_is_due = False

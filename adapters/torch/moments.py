@@ -8,20 +8,6 @@ import torch
 from torch.optim import Adagrad, Optimizer
 
 
-def moments_obstacle(optimizer: Optimizer) -> str:
-    """Reason why the moments cannot be reset, or an empty string.
-
-    `reset_moments` empties the optimizer's state. torch's own optimizers start with an empty state.
-    A library's optimizer may need the state that its constructor has made.
-    """
-    if not is_third_party(optimizer):
-        return ""
-    return (
-        f"{type(optimizer).__name__} has a step() of its own, and only the optimizers of "
-        "torch.optim are known to start with an empty state"
-    )
-
-
 @torch.no_grad()
 def reset_moments(optimizer: Optimizer) -> None:
     """Resets moments and step counters, as if the optimizer had not taken a step.
@@ -41,5 +27,8 @@ def reset_moments(optimizer: Optimizer) -> None:
 
 
 def is_third_party(optimizer: Optimizer) -> bool:
-    """Whether the class defines `step()` outside of torch.optim."""
+    """Whether the class defines `step()` outside of torch.optim.
+
+    It may need the state that its constructor has made, so its moments cannot be reset.
+    """
     return not inspect.unwrap(type(optimizer).step).__module__.startswith("torch.optim.")

@@ -187,8 +187,6 @@ def _rollback(event: EventRecord) -> str:
         steps = counted(event.steps_lost, "step is", "steps are")
         changes.append(f"{steps} not repeated, because {event.problem}")
     changes += event.held or ()
-    if event.moments_reset:
-        changes.append("moments reset")
     return "; ".join(filter(None, (event.why, ", ".join(filter(None, changes)))))
 
 

@@ -143,7 +143,6 @@ class EventRecord(_EventsModel):
         "rollback or, at the end, of the whole run."
     )
     held: Texts = _maybe("What the rollback holds in its healthy range, one sentence each.")
-    moments_reset: bool = _maybe("The moments of the optimizers were reset.")
     outcome: str = _maybe("What became of the data at a rollback: rewound, or why not.")
     why: str = _maybe("The reason, as text.")
     problem: str = _maybe("What went wrong, as text; of a rollback why steps are not repeated.")
@@ -173,7 +172,6 @@ class EventRecord(_EventsModel):
     answer: str = _maybe("Response to a fault: a value of `do` in the policy.")
     attempt: Int = _maybe("Number of the attempt at a network call.")
     wait_s: Seconds = _maybe("Seconds until the next attempt.")
-    samples: Int = _maybe("Samples of the batch.")
     size_before: Int = _maybe("Samples in the largest part, before the change.")
     size: Int = _maybe("Samples in the largest part, after the change.")
     hook: str = _maybe("Name of the hook.")

@@ -19,6 +19,7 @@ from healcore.policy.document import (
     to_dict,
 )
 from healcore.policy.loader import (
+    Overrides,
     PolicyLike,
     PolicySource,
     engine_of,
@@ -28,9 +29,7 @@ from healcore.policy.loader import (
     preset_text,
     recipe_names,
 )
-from healcore.policy.overrides import Overrides
-from healcore.policy.problems import PolicyError, Problem
-from healcore.policy.reading import from_dict
+from healcore.policy.reading import PolicyError, Problem, from_dict
 
 __all__ = [
     "SCHEMA",

@@ -1,20 +1,125 @@
-"""`from_dict`: pydantic reads a document by the tables of `Policy`; each error is a `Problem`."""
+"""`from_dict`: pydantic reads a document by the tables of `Policy`; each error is a `Problem`.
+
+`PolicyError` has the problems of a policy, each with its key, value, rule and correction.
+"""
 
 from __future__ import annotations
 
 import difflib
 import functools
+import json
 import re
 from collections.abc import Iterator, Mapping
 from operator import attrgetter
-from typing import Any, get_args, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from healcore.core.errors import HealcoreError
 from healcore.core.ranges import NONE
-from healcore.policy.document import SCHEMA, Policy, is_table
-from healcore.policy.problems import Path, PolicyError, Problem, dotted, policy_error, show_value
-from healcore.policy.responses import Conflict
+from healcore.policy.document import SCHEMA, Conflict, Path, Policy, is_table
+
+_MAX_SHOWN = 60
+"""Limit of the characters of a received value."""
+
+
+class Problem(NamedTuple):
+    """One problem of a policy."""
+
+    key: str
+    """Dotted key, for example `clip.z_threshold` or `respond[0].to[1]`; "" for the file itself."""
+    value: str
+    """The received value as Python writes it, or an empty string if the key is missing."""
+    rule: str
+    """The condition that the value violates."""
+    write: str
+    """What to write instead."""
+
+    def __str__(self) -> str:
+        received = " = ".join(filter(None, (self.key, self.value)))
+        return f"{received}\n  rule:  {self.rule}\n  write: {self.write}"
+
+
+class PolicyError(HealcoreError, ValueError):
+    """An invalid policy. Raised when the policy is loaded, never during a run.
+
+    The message lists every wrong value; without one, it lists every conflict between values.
+
+    Attributes:
+        source: the file, the preset's name, or "<text>".
+        problems: at least one.
+        unreadable: the file could not be read.
+    """
+
+    __module__ = "healcore"
+
+    def __init__(
+        self, source: str, problems: tuple[Problem, ...], *, unreadable: bool = False
+    ) -> None:
+        super().__init__(source, problems)
+        self.source = source
+        self.problems = problems
+        self.unreadable = unreadable
+
+    def _message(self) -> str:
+        count = len(self.problems)
+        noun = "problem" if count == 1 else "problems"
+        lines = [f"policy {self.source}: {count} {noun}"]
+        for problem in self.problems:
+            lines += [f"  {line}" for line in str(problem).splitlines()]
+        return "\n".join(lines)
+
+
+def policy_error(
+    source: str, value: str, rule: str, write: str, *, key: str = "", unreadable: bool = False
+) -> PolicyError:
+    """Makes an error with one problem.
+
+    Args:
+        source: see `PolicyError`.
+        value: see `Problem`.
+        rule: see `Problem`.
+        write: see `Problem`.
+        key: see `Problem`.
+        unreadable: see `PolicyError`.
+    """
+    return PolicyError(source, (Problem(key, value, rule, write),), unreadable=unreadable)
+
+
+def show_value(value: object) -> str:
+    """Formats a received value nearly as TOML, shortened for a message.
+
+    Args:
+        value: any value, also of a type that TOML does not have.
+
+    Returns:
+        At most 60 characters.
+    """
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=repr)
+    except (TypeError, ValueError, RecursionError):  # a key that is no str, a huge int, or a cycle
+        return f"a {type(value).__name__} that cannot be printed"
+    if len(text) > _MAX_SHOWN:
+        return f"{text[: _MAX_SHOWN - 3]}..."
+    return text
+
+
+def dotted(parts: Path) -> str:
+    """Joins a path into a key: `("respond", 0, "to")` becomes `respond[0].to`."""
+    key = ""
+    for part in parts:
+        if isinstance(part, int):
+            key += f"[{part}]"
+            continue
+        name = part
+        bare = part.replace("_", "").replace("-", "")
+        if not (bare.isascii() and bare.isalnum()):  # TOML needs quotes
+            name = show_value(part)
+        if key:
+            key += "."
+        key += name
+    return key
+
 
 _EXAMPLES = {
     "schema": "schema = 1",
@@ -100,7 +205,7 @@ def _tables(table: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
 
 def _conflict(error: dict[str, Any]) -> Conflict:
     """What an error of pydantic means to the author of a policy."""
-    path, wrong = error["loc"] or ("policy",), error["input"]
+    path, wrong, context = error["loc"] or ("policy",), error["input"], error.get("ctx", {})
     name = path[-1]
     names = tuple(part for part in path if isinstance(part, str))
     table = dict(_tables(Policy)).get(names[:-1])
@@ -109,28 +214,25 @@ def _conflict(error: dict[str, Any]) -> Conflict:
     rule = error["msg"].removeprefix("Input should be ").replace("tuple", "list")
     if isinstance(wrong, float) and "than" in rule:
         rule += ", also as a float32"
-    context = error.get("ctx", {})
     choices = re.findall("'(.+?)'", context.get("expected_tags", context.get("expected", "")))
-    write = f"one of {', '.join(choices)}" if choices else "see docs/policies.md"
+    write = _EXAMPLES.get(name, "see docs/policies.md")
     match error["type"]:
         case "extra_forbidden" | "unexpected_keyword_argument" if table:
-            wrong, choices = name, list(table._fields)
-            if hasattr(table, "kind"):
-                choices.append("kind")
-            rule, write = "a key of this table", f"one of {', '.join(choices)}"
+            wrong, rule = name, "a key of this table"
+            choices = [*table._fields, *(["kind"] if hasattr(table, "kind") else [])]
             if len(path) == 1:
                 rule = "a key of a policy, or an argument of the function that you call"
         case "missing" | "missing_argument":
-            rule, write = "required, and missing", _EXAMPLES.get(name, write)
+            rule = "required, and missing"
         case "union_tag_invalid":
-            path, wrong, rule = (*path, "kind"), context["tag"], write
+            path, wrong = (*path, "kind"), context["tag"]
         case "named_tuple_type" | "arguments_type" | "union_tag_not_found":
             keyword = f"[{dotted(path)}] in a file, {path[0]}={{...}} as a keyword"
             rule, write = "a table", _EXAMPLES.get(path[0], keyword)
-        case _ if name in _EXAMPLES:
-            write = _EXAMPLES[name]
-        case _ if isinstance(name, str) and table:
+        case _ if table and name in table._field_defaults:
             default = table._field_defaults[name]
             write = f"{name} = {show_value(NONE if default is None else default)}"
+    if choices:
+        write = f"one of {', '.join(choices)}"
     similar = difflib.get_close_matches(str(wrong), choices, n=1, cutoff=0.75)
     return path, rule, f"did you mean {similar[0]!r}?" if similar else write

@@ -6,8 +6,7 @@ What a program uses:
     script            `start`, a run without a `with` block
     batch_iterator    `Batches`, which `Healer.batches` returns
     healing_report    `HealingReport`, which `Healer.report` returns
-    healer_options    the arguments of `Healer`, checked
-    run_options       `Checkpoints`, `Logging`, `Hooks`, and the policy's part for the host
+    run_options       the arguments of `Healer`, checked, and the policy's part for the host
 
 What a framework or a trainer is to the runtime:
 

@@ -306,8 +306,6 @@ class Driver(abc.ABC):
         self,
         state: Mapping[str, Any] | None,
         engines: Mapping[str, Mapping[str, Any]] = {},
-        *,
-        reset_moments: bool = False,
     ) -> None:
         """Replaces the live state and the states of engines, at a rollback and at a restart.
 
@@ -318,8 +316,6 @@ class Driver(abc.ABC):
             state: what `CheckpointStore.restore` returns for `state`, or None to keep the live
                 state. Its arrays may become the live arrays, because they are in fresh memory.
             engines: engine name -> `Engine.to_dict`. Engines without a name here stay.
-            reset_moments: whether to reset moments and bias correction to their initial values, and
-                to leave schedules unchanged.
 
         Raises:
             StateMismatch: the state does not fit; the live state is unchanged.
@@ -341,14 +337,6 @@ class Driver(abc.ABC):
             keeps its structure.
         """
         return []
-
-    @abc.abstractmethod
-    def moments_obstacle(self) -> str:
-        """Reason why the moments cannot be reset, or an empty string.
-
-        Called at the start if the policy resets moments, so that such a policy fails before the
-        training and not at the first rollback.
-        """
 
     @abc.abstractmethod
     def may_save(self, patience: int | None = None) -> bool:

@@ -6,6 +6,7 @@ are independent of it. `docs/faults.md` describes which time counts.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -37,14 +38,14 @@ REPORT_TIMEOUT_S = 60.0
 
 
 class HangGuard:
-    """Measures the time of steps in this process, after `start`.
+    """Measures the time of steps in this process.
 
     The thread runs while a loop runs: `watch` starts it, `rest` ends it.
 
     The time from `watch` or `resume` to `pause` counts. `watch` restarts from 0.
 
         training thread   watch ── the step ── pause ── between steps ── watch ── ...
-        guard's thread    counts  counts       does not count (unless the policy says so)
+        guard's thread    counts  counts       does not count
 
     A step hangs after `timeout_s` of the policy, or after three times the longest step so far if
     that is more. The first step compiles, and has a limit of its own.
@@ -53,6 +54,9 @@ class HangGuard:
         policy: its rule for hangs and its table `[hang]`.
         ranks: the ranks of the run. Every rank has a guard; rank 0 writes the report.
         log: the log of the run.
+
+    Attributes:
+        step: number of optimizer steps of the run, or 0 before the first step of this process.
     """
 
     def __init__(self, policy: HostPolicy, ranks: Ranks, log: RunLog) -> None:
@@ -60,21 +64,18 @@ class HangGuard:
         self._ends = "stop" in policy.answers(Cause.HANG)
         self._ranks = ranks
         self._log = log
+        self.step = 0
         self._counting_since = 0.0
         """Start of the time that counts, by the monotonic clock in seconds, or 0."""
         self._longest_s = 0.0
         """The longest step so far, in seconds."""
-        self._step = 0
-        """Number of optimizer steps of the run, or 0 before the first step of this process."""
         self._training_thread = threading.get_ident()
-        self._guards = False
+        self._guards = Cause.HANG in policy.faults
         """Whether a loop is to be watched: the run is open, and its policy has a rule for hangs."""
         self._thread_end: threading.Event | None = None
         """Ends the thread. None while no thread runs."""
 
-    def start(self) -> None:
-        """Begins to guard the steps, if the policy has a rule for hangs."""
-        self._guards = Cause.HANG in self._policy.faults
+    # -- called by the training thread ----------------------------------------------------------
 
     def rest(self) -> None:
         """Ends the thread until the next `watch`, without waiting for it."""
@@ -87,8 +88,6 @@ class HangGuard:
         """Ends the thread for good. An iterator that outlives the run starts no other one."""
         self._guards = False
         self.rest()
-
-    # -- called by the training thread ----------------------------------------------------------
 
     def watch(self) -> None:
         """Starts to count the time from 0.
@@ -113,13 +112,9 @@ class HangGuard:
             self.watch()
 
     def pause(self) -> None:
-        """Stops counting, unless the policy counts the time between steps."""
-        if not self._counting_since and not self._policy.hang.between_steps:
-            return  # nothing counts: most calls between two steps
-        if self._thread_end is None:  # an iterator that outlives the run, or no rule for hangs
-            return
-        self.watch()
-        if not self._policy.hang.between_steps:
+        """Stops counting."""
+        if self._counting_since:
+            self._longest_s = max(self._longest_s, time.monotonic() - self._counting_since)
             self._counting_since = 0.0
 
     @contextmanager
@@ -129,39 +124,33 @@ class HangGuard:
         The step after the wait has its full limit again. A wait in a thread of the program, for
         example in an upload, leaves the time of the training thread as it is.
         """
-        since = self._counting_since
-        if not since or threading.get_ident() != self._training_thread:
-            yield
-            return
-        self._counting_since = 0.0
+        counts = self._counting_since and threading.get_ident() == self._training_thread
+        if counts:
+            self._counting_since = 0.0
         try:
             yield
         finally:
-            self._counting_since = time.monotonic()
-
-    def stepped(self, step: int) -> None:
-        """Sets the number of optimizer steps of the run."""
-        self._step = step
+            if counts:
+                self._counting_since = time.monotonic()
 
     # -- the guard's thread ---------------------------------------------------------------------
 
     def _run(self, end: threading.Event) -> None:
-        """Raises an alarm when a step exceeds its limit, and again when the wait has doubled."""
+        """Raises an alarm, once for each step that exceeds its limit."""
         rule = self._policy.hang
         poll_s = min(max(rule.timeout_s / 20, 0.02), 1.0)
-        start = waited_s = last_alarm_s = 0.0
+        start = waited_s = 0.0
         while not end.wait(poll_s):
             if self._counting_since != start:
-                start = self._counting_since
-                waited_s = last_alarm_s = 0.0
+                start, waited_s = self._counting_since, 0.0
             elif start:  # counted in polls: suspending the job suspends this thread too
                 waited_s += poll_s
             limit_s = max(rule.timeout_s, _GROWTH * self._longest_s)
-            if not self._step:
+            if not self.step:
                 limit_s = max(limit_s, rule.first_step_s)
-            if waited_s > max(limit_s, 2 * last_alarm_s):
-                last_alarm_s = waited_s
+            if waited_s > limit_s:
                 self._alarm(waited_s)
+                waited_s = -math.inf
 
     def _alarm(self, waited_s: float) -> None:
         """Reports this rank's stacks, and ends the process if the policy says so."""
@@ -199,7 +188,7 @@ class HangGuard:
 
     def _report(self, why: str, stacks: list[dict[str, Any]], waited_s: float) -> None:
         """Writes the event, and the postmortem if the process ends. Runs on rank 0."""
-        step, log, observes = self._step, self._log, self._policy.observes
+        step, log, observes = self.step, self._log, self._policy.observes
         log.event(
             "fault",
             step=step,

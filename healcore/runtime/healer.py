@@ -16,7 +16,6 @@ from healcore.runtime.data.loaders import Loader
 from healcore.runtime.data.readers import ScanBlocks
 from healcore.runtime.driver_choice import trainer_limit
 from healcore.runtime.faults.microbatches import Microbatch
-from healcore.runtime.healer_options import AttachOptions, Options
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.reporting.trackers import TrackersLike, select
 from healcore.runtime.run.batches.batch_loop import loop_over_batches, loop_over_blocks
@@ -30,10 +29,12 @@ from healcore.runtime.run_options import (
     CHECKPOINTS,
     LOGGING,
     NO_HOOKS,
+    AttachOptions,
     Checkpoints,
     Hooks,
     HostPolicy,
     Logging,
+    Options,
 )
 from healcore.runtime.store.places import Places, checked_places
 

@@ -8,8 +8,8 @@ it for good:
     `RunStopped`, a signal, a stop file, in its loop       is closed at once, as by a block
     `healer.close()`                                       is closed as complete
     an uncaught exception (`sys.excepthook`)               is closed as by a block
-    another `start`: for the same store or objects, or     is closed as at the end of the process
-    after the program has dropped its Healer
+    another `start`: for the same store, or after the      is closed as at the end of the process
+    loop of this run has ended, or its Healer is dropped
     the end of the process, within a loop (`break`,        is closed early: the next start resumes
     `sys.exit()`)
     the end of the process, anywhere else                  is closed as complete
@@ -29,7 +29,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, NamedTuple, Unpack
@@ -37,11 +37,11 @@ from typing import Any, NamedTuple, Unpack
 from healcore.core.errors import HealcoreError
 from healcore.policy import PolicyLike
 from healcore.runtime.healer import Healer, Item, State
-from healcore.runtime.healer_options import HealerOptions
 from healcore.runtime.run.ending.end import end_run
 from healcore.runtime.run.ending.exits import EndRequested, exit_for
 from healcore.runtime.run.process_runs import opened_runs
 from healcore.runtime.run.run import Run
+from healcore.runtime.run_options import HealerOptions
 
 
 class _Started(NamedTuple):
@@ -58,16 +58,21 @@ class _Started(NamedTuple):
     @property
     def is_followed(self) -> bool:
         """Whether the program has gone on, after the loop of this run had ended by itself."""
-        healer = self.healer()
-        return _has_ended_loop(self.run) and (healer is None or healer.is_followed)
+        healer, state = self.healer(), self.run.loop.state
+        if state.left_early or not (self.run.progress.steps_taken or state.is_complete):
+            return False
+        opened = 0 if healer is None else healer.opened_at_end
+        return opened is not None and opened_runs() > opened
 
-    def end(self) -> BaseException | None:
+    def _end(self, raised: BaseException | None) -> BaseException | None:
         """The reason why the run has ended early, or None if its loop has ended by itself."""
         requests, state = self.run.end_requests, self.run.loop.state
         if self.run.stopping.stopped is not None:
             return self.run.stopping.stopped
         if self.is_followed:
             return None
+        if raised is not None:
+            return raised
         if requests.signal_number is not None:
             return exit_for(requests.signal_number)
         if not state.left_early:
@@ -76,14 +81,15 @@ class _Started(NamedTuple):
             return EndRequested(requests.stop_reason)
         return EndRequested("a program that has left its loop early")
 
-    def close(self, error: BaseException | None) -> int:
+    def close(self, raised: BaseException | None = None) -> int:
         """Closes the run unless it is closed. Returns the exit status, and prints an error of it.
 
         Args:
-            error: the exception that ends the run, or None.
+            raised: the uncaught exception of the program, or None.
         """
         if self.run.end is not None or os.getpid() != self.pid:
             return 0
+        error = self._end(raised)
         replacement = end_run(self.run, error, by="exit").error
         if replacement is None or replacement is error:
             return 0
@@ -100,14 +106,9 @@ _previous_hook: Callable[..., object] | None = None
 class ScriptHealer(Healer[State]):
     """A Healer without a block: what the end of a block does, the end of a loop does."""
 
-    _opened_at_end: int | None = None
+    opened_at_end: int | None = None
     """Number of runs of this process when the newest loop of this run had ended by itself, or
     None."""
-
-    @property
-    def is_followed(self) -> bool:
-        """Whether another run was opened after the newest loop of this run had ended by itself."""
-        return self._opened_at_end is not None and opened_runs() > self._opened_at_end
 
     def after_step(self, *, last: bool = False) -> bool:
         """See `Healer.after_step`."""
@@ -116,16 +117,12 @@ class ScriptHealer(Healer[State]):
             self._end_loop()
         return rolled_back
 
-    def shares_state(self, other: Healer[Any]) -> bool:
-        """Whether a module or an optimizer of the state is in another Healer's state too."""
-        return bool(_ids_in(self._options.state) & _ids_in(other._options.state))
-
     def _until_end(self, loop: Iterator[Item]) -> Iterator[Item]:
         """Yields what a loop yields, and saves the state where the loop ends or is left.
 
         An exception of healcore that ends programs ends the run here.
         """
-        self._opened_at_end = None
+        self.opened_at_end = None
         try:
             yield from loop
         except GeneratorExit:  # a `break`, or an exception in the body
@@ -142,7 +139,7 @@ class ScriptHealer(Healer[State]):
         """A loop has ended by itself. Unless it runs in the body of another loop, the run ends."""
         if self.is_open:
             self._run.loop.save_at_loop_end(left=False)
-            self._opened_at_end = opened_runs()
+            self.opened_at_end = opened_runs()
 
 
 def start(
@@ -185,7 +182,7 @@ def start(
     healer = ScriptHealer(policy, state=state, **options)
     for other in [*_started]:
         if _is_over(other, before=healer):
-            other.close(other.end())
+            other.close()
             _started.remove(other)
     _install_hooks()  # first: the main thread may end while a side thread opens its run
     healer._open()
@@ -198,9 +195,8 @@ def start(
 def _is_over(started: _Started, before: ScriptHealer[Any]) -> bool:
     """Whether a run is over before another one begins: it is closed, dropped, or replaced.
 
-    A run is replaced by a run in the same store, and after its loop by a run that trains the same
-    objects, such as the next fold. The ranks of a run may drop it at different times, and have to
-    close it together.
+    A run is replaced by a run in the same store, and after its loop by any run, such as the next
+    fold. The ranks of a run may drop it at different times, and have to close it together.
     """
     healer = started.healer()
     if started.run.end is not None:
@@ -209,19 +205,7 @@ def _is_over(started: _Started, before: ScriptHealer[Any]) -> bool:
         return started.run.ranks.world == 1
     if hasattr(sys, "ps1") or (before.store is not None and before.store == healer.store):
         return True
-    return _has_ended_loop(started.run) and before.shares_state(healer)
-
-
-def _ids_in(state: Any) -> set[int]:
-    """Ids of the objects in a state that change in place."""
-    parts = state.values() if isinstance(state, Mapping) else ()
-    return {id(each) for each in parts if hasattr(each, "state_dict")}
-
-
-def _has_ended_loop(run: Run) -> bool:
-    """Whether the program has trained, and its loop has ended by itself."""
-    state = run.loop.state
-    return (run.progress.steps_taken > 0 or state.is_complete) and not state.left_early
+    return healer.opened_at_end is not None
 
 
 def _install_hooks() -> None:
@@ -244,7 +228,7 @@ def _on_uncaught(
     if not hasattr(sys, "ps1"):
         for started in reversed(_started):
             if started.thread is threading.current_thread():
-                started.close(started.end() if started.is_followed else error)
+                started.close(error)
     assert _previous_hook is not None
     _previous_hook(kind, error, trace)
 
@@ -255,7 +239,7 @@ def _on_exit() -> None:
     for started in reversed(_started):
         if started.thread is not threading.current_thread() and not started.thread.daemon:
             started.thread.join()  # Python waits for it in any case, but only later
-        status = started.close(started.end()) or status
+        status = started.close() or status
     if status:
         # Python has chosen the status already. The other handlers run first.
         atexit._run_exitfuncs()

@@ -228,9 +228,9 @@ class TrainerAccess:
         Raises:
             RunStopped: a single sample does not fit, or the budget is exhausted.
         """
-        run = self._run
-        run.batch_parts.to_split, run.batch_parts.to_evaluate_from = to_split, to_inputs
-        return run.out_of_memory.parts(
+        split = self._run.out_of_memory
+        split.to_split, split.to_evaluate_from = to_split, to_inputs
+        return split.parts(
             to_split(inputs), count=count, split_obstacle=split_obstacle, last_resort=last_resort
         )
 

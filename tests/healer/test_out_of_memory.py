@@ -10,7 +10,7 @@ from torch import nn
 
 import healcore
 from healcore.core.decision import Cause
-from healcore.runtime.run.batch_parts import GOOD_STEPS
+from healcore.runtime.run.out_of_memory import GOOD_STEPS
 from tests.healer.limited_memory import Memory
 from tests.healer.run_directory import events, postmortems
 from tests.healer.run_options import grouped
@@ -54,8 +54,8 @@ def test_the_size_that_fits_is_found_once_and_kept(tmp_path: Path, capsys):
     assert memory.failures == 2
     assert memory.sizes == [2, 2, 2, 2] * 5
     faults = events(tmp_path, "fault")
-    sizes = [(e["samples"], e["size_before"], e["size"]) for e in faults]
-    assert sizes == [(8, 8, 4), (8, 4, 2)]
+    sizes = [(e["size_before"], e["size"]) for e in faults]
+    assert sizes == [(8, 4), (4, 2)]
     assert [(e["cause"], e["answer"]) for e in faults] == [(["OOM"], "shrink_microbatch")] * 2
     assert "OutOfMemoryError: CUDA out of memory" in faults[0]["problem"]
     printed = capsys.readouterr().err

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from healcore import Checkpoints, Healer
 from healcore.core.decision import Action
 from healcore.events import read
-from healcore.runtime.run.ending import exits, requests
+from healcore.runtime.run.ending import exits
 from tests.healer.run_options import grouped
 from tests.healer.test_faults import Corrupt
 from tests.healer.training_loops import Faults, rules, with_answers
@@ -352,5 +352,4 @@ def test_a_proposal_to_end_is_carried_out_by_all(of):
 
 
 if __name__ == "__main__":
-    requests.POLL_INTERVAL_S = 0.01
     serve(outcome, seconds=600, cases=[*SCENARIOS, REFUSED, PREPARED])

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.tree_util import GetAttrKey, SequenceKey
 from optax import contrib
 
 from healcore.core.decision import Action, Cause
@@ -114,38 +113,8 @@ def test_it_continues_as_a_new_optimizer(name):
         return updates, state
 
     _, used = after(fresh, range(4))
-    assert optax_states.moments_obstacle((used,), [(SequenceKey(0), SequenceKey(0))]) == ""
     reset = optax_states.reset_moments(used, jnp.zeros_like)
     assert_same_bits(after(reset, range(10, 14))[0], after(fresh, range(10, 14))[0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("wrap", [protect, chained])
-def test_the_schedule_continues_and_nothing_is_compiled_again(wrap):
-    run, driver = driven(plain(optax.adamw(WARM), wrap=wrap))
-    advance(driver, run, [batch(seed) for seed in range(4)])
-    assert driver.moments_obstacle() == ""
-    compiled = run.compiled()
-    driver.load(None, reset_moments=True)
-    state = driver.live["opt_state"]
-    adam, *_, schedule = state.inner_state if wrap is protect else state[1]
-    assert (int(adam.count), int(schedule.count)) == (0, 4)
-    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves((adam.mu, adam.nu)))
-    advance(driver, run, [batch(9)])
-    assert run.compiled() == compiled
-
-
-@pytest.mark.parametrize(
-    "inner",
-    [
-        optax.rmsprop(1e-2),  # its second moment may begin anywhere
-        schedule_free(optax.chain(optax.adamw(1e-2, b1=0.0), scale_by_heal_lr())),
-        contrib.prodigy(1e-2),
-    ],
-)
-def test_what_is_not_known_is_refused(inner):
-    state = protect(inner, POLICY).init({"w": jnp.ones((4, 3))})
-    assert "inner_state" in optax_states.moments_obstacle(state, [(GetAttrKey("heal"),)])
 
 
 # -- `[lr] reset_moments`: the step after a cut begins with new moments ---------------------------

@@ -17,7 +17,7 @@ import yaml
 import healcore
 import mkdocs_hooks as hooks
 from healcore.policy import Overrides
-from healcore.runtime.healer_options import AttachOptions, HealerOptions, Options
+from healcore.runtime.run_options import AttachOptions, HealerOptions, Options
 
 DOCS = Path(__file__).parents[2] / "docs"
 SURFACE = {

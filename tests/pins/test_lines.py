@@ -33,7 +33,7 @@ KINDS = {
     "rollback": ["bad_weights", "bad_weights_again", "cut"],
     "hook": ["hooked"],
     "fault": ["exception", "out_of_memory", "lost_connection"],
-    "note": ["ranks", "lost_connection", "bad_weights_again"],
+    "note": ["ranks", "bad_weights_again"],
     "stop": ["stopped"],
     "problem": ["observed", "flipped_bit", "unfinished_window"],
     "end": ["restart", "exception", "stopped", "bad_batch"],

@@ -19,12 +19,12 @@ from healcore.core.baseline import ShiftConfig
 from healcore.core.detectors import CAUSES, Detect
 from healcore.core.ranges import NONE, Range
 from healcore.policy import load, to_dict
-from healcore.policy.document import Policy
-from healcore.policy.responses import (
+from healcore.policy.document import (
     ALL_ACTIONS,
     FAULTS,
     Budget,
     IncidentTable,
+    Policy,
     Respond,
     Rollback,
     When,

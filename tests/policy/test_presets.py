@@ -6,7 +6,7 @@ import pytest
 from healcore.core.decision import Action, Cause
 from healcore.core.engine import EngineConfig
 from healcore.policy import diff, dumps, fingerprint, load, loads, preset_names
-from healcore.policy.responses import FAULTS, Retry, SkipBatch
+from healcore.policy.document import FAULTS, Retry, SkipBatch
 from healcore.runtime.run_options import HostPolicy
 from tests.catalogue.curves import decisions_of, first, healthy
 

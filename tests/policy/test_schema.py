@@ -10,8 +10,7 @@ from healcore.core.decision import Action
 from healcore.core.detectors import CAUSES, DETECTORS, Detect
 from healcore.core.engine import EngineConfig, RuleConfig
 from healcore.policy import Policy, from_dict, loads, to_dict
-from healcore.policy.document import NoClip, detector_of, rounded
-from healcore.policy.responses import ACTIONS, FAULTS, When
+from healcore.policy.document import ACTIONS, FAULTS, NoClip, When, detector_of, rounded
 from tests.core.policies import RULES
 from tests.packaging.page_text import blocks
 from tests.policy import key_tables

@@ -48,8 +48,7 @@ from healcore.jax.heal_state import (
     with_change_expected,
     with_edit,
 )
-from healcore.jax.optax_states import injected_rates, moments_obstacle
-from healcore.jax.optax_states import reset_moments as reset_moments_of
+from healcore.jax.optax_states import injected_rates
 from healcore.jax.trees import PyTree, nodes
 from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.driver import STEPPED, WEIGHTS, Engines, NumberRange, json_setting
@@ -282,22 +281,14 @@ class JaxDriver(JaxWeights):
         self,
         state: Mapping[str, Any] | None,
         engines: Mapping[str, Mapping[str, Any]] = {},
-        *,
-        reset_moments: bool = False,
     ) -> None:
         """See `Driver.load`. The next step has to start from `live`."""
         if state is None:
             tree = self._live.read()
         else:
             tree = self._live.restored(state)
-        if reset_moments:
-            tree = reset_moments_of(tree, _zeros_of)
         self._edit_state(with_engines(self._engine, self._engines, tree, engines))
         self._reader.restart(self._states())
-
-    def moments_obstacle(self) -> str:
-        """See `Driver.moments_obstacle`."""
-        return moments_obstacle(self._live.read(), [entry.path for entry in self._engines])
 
     def may_save(self, patience: int | None = None) -> bool:
         """See `Driver.may_save`. Only optax.MultiSteps accumulates, which costs one sync.

@@ -30,8 +30,6 @@ from healcore.torch.driver.weights import Key, TorchWeights
 from healcore.torch.live_engine import keep_after_cuda_error
 from healcore.torch.live_state import State
 from healcore.torch.measurement import Measurement
-from healcore.torch.moments import moments_obstacle
-from healcore.torch.moments import reset_moments as reset_moments_of
 from healcore.torch.optimizer_numbers import OptimizerNumbers
 from healcore.torch.store import DCPStore, MemoryStore, apply
 from healcore.torch.store.gloo import GlooRanks
@@ -226,15 +224,12 @@ class TorchDriver(Driver):
         self,
         state: Mapping[str, Any] | None,
         engines: Mapping[str, Mapping[str, Any]] = {},
-        *,
-        reset_moments: bool = False,
     ) -> None:
         """See `Driver.load`. A new state drops gradients and losses since the last step.
 
         Args:
             state: name -> saved value, or None to keep the live state.
             engines: name -> `Engine.to_dict` of the engines to replace.
-            reset_moments: whether moments and step counters are reset.
 
         Raises:
             StateMismatch: see `Driver.load`.
@@ -252,8 +247,6 @@ class TorchDriver(Driver):
                 followed.clear(used=False)
                 healing.healed_step.measurer.clear()
                 followed.buffers.save()
-            if reset_moments:
-                reset_moments_of(healing.optimizer)
             if followed.name in engines:
                 # A state that only limits something is of the same step, so what the program has
                 # reported for its next step still holds.
@@ -271,14 +264,6 @@ class TorchDriver(Driver):
         if changes:
             self._follow_structure()
         return changes
-
-    def moments_obstacle(self) -> str:
-        """See `Driver.moments_obstacle`."""
-        for optimizer in self._optimizers.values():
-            obstacle = moments_obstacle(optimizer)
-            if obstacle:
-                return obstacle
-        return ""
 
     def may_save(self, patience: int | None = None) -> bool:
         """See `Driver.may_save`. False while any optimizer has gradients that no step has used.

@@ -20,7 +20,7 @@ def resolve_options(
 
     Args:
         policy: as for `healcore.Healer`.
-        options: `healer_options.TrainerOptions`, and further arguments of `healcore.Healer`.
+        options: `run_options.TrainerOptions`, and further arguments of `healcore.Healer`.
 
     Returns:
         The policy with its overrides, and the other arguments for `healcore.Healer`, except

@@ -308,7 +308,7 @@ class Cursor:
                 set_random_states(states)
             else:
                 if self._retries is not None:
-                    self._retries.report_success()
+                    self._retries.failed = 0
                 return begun
 
     def _read(self) -> Any:
@@ -428,7 +428,7 @@ class Cursor:
                 except Exception as error:
                     failure = error
                 else:
-                    retries.report_success()
+                    retries.failed = 0
                     self.unreadable = None
                     return batch
             raise failure

@@ -1,7 +1,7 @@
 """`classify`: what kind of trouble an exception is, by its type and the codes in it.
 
-    the type              builtins.MemoryError, httpx.TransportError, ...          _TYPES
-    a code                HTTP status, errno, the status codes of XLA and NCCL     _ERRNO, _MESSAGES
+    the type              builtins.MemoryError, httpx.TransportError, ...          _NAMES
+    a code                HTTP status, errno, the status codes of XLA and NCCL     _NAMES, _MESSAGES
     its cause             the same for the exception that caused it                _chain_of
 
 The first line that knows the exception decides. Types are named, not imported, because healcore
@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from healcore.core.decision import Cause
-from healcore.runtime.faults.failures import FAILURES, Failure
+from healcore.runtime.faults.failures import FAILURES
 
 
 class Fault(NamedTuple):
@@ -44,12 +44,7 @@ class Fault(NamedTuple):
     @property
     def advice(self) -> str:
         """What a person should check."""
-        return self.failure.diagnosis
-
-    @property
-    def failure(self) -> Failure:
-        """The row of the cause in `FAILURES`."""
-        return FAILURES[self.cause]
+        return FAILURES[self.cause].diagnosis
 
 
 _MAX_CHAIN = 100  # exceptions to read; a library that retries can chain thousands
@@ -61,23 +56,13 @@ _BUGS = (NameError, AttributeError, TypeError, SyntaxError, ImportError, Asserti
 _OOM = Fault(Cause.OOM, "")
 _DATA = Fault(Cause.DATA, "")
 _HANG = Fault(Cause.HANG, "")
-_WORKER = Fault(Cause.WORKER, "")
+_WORKER = Fault(Cause.WORKER, "DataLoader worker")
 _TRANSIENT = Fault(Cause.NETWORK, "", transient=True)
 _PERMANENT = Fault(Cause.NETWORK, "")
 
-
-def _by_name(*rows: tuple[Fault, str]) -> dict[str, Fault]:
-    """Name -> kind, from rows of a kind and its names, which spaces separate."""
-    kinds = {}
-    for kind, names in rows:
-        for name in names.split():
-            kinds[name] = kind
-    return kinds
-
-
-_TYPES: dict[str, Fault] = _by_name(
+_NAMES = (
     # NumPy's error derives from MemoryError.
-    (_OOM, "builtins.MemoryError torch.OutOfMemoryError"),
+    (_OOM, "builtins.MemoryError torch.OutOfMemoryError ENOMEM"),
     # A peer has ended, so a repeated call of this rank alone cannot succeed.
     (_PERMANENT, "torch.distributed.DistNetworkError"),
     (_PERMANENT, "ssl.SSLCertVerificationError requests.exceptions.InvalidJSONError"),
@@ -96,67 +81,41 @@ _TYPES: dict[str, Fault] = _by_name(
     (_TRANSIENT, "urllib3.exceptions.SSLError"),
     (_TRANSIENT, "aiohttp.client_exceptions.ClientConnectionError"),
     (_TRANSIENT, "aiohttp.client_exceptions.ClientPayloadError"),
-    (_DATA, "healcore.DataError builtins.EOFError"),
+    (_TRANSIENT, "ECONNRESET ECONNREFUSED ECONNABORTED ETIMEDOUT"),
+    (_TRANSIENT, "ENETDOWN ENETUNREACH ENETRESET EHOSTDOWN EHOSTUNREACH"),
+    (_DATA, "healcore.DataError builtins.EOFError EIO ESTALE EBADMSG"),
     (_DATA, "builtins.UnicodeDecodeError json.decoder.JSONDecodeError zlib.error"),
     (_DATA, "gzip.BadGzipFile lzma.LZMAError _lzma.LZMAError zipfile.BadZipFile"),
     (_DATA, "tarfile.ReadError PIL.UnidentifiedImageError pyarrow.lib.ArrowInvalid"),
     (_DATA, "datasets.exceptions.DatasetsError"),
 )
-"""Type with its module -> kind. The nearest base class in the table decides."""
+_KINDS = {name: kind for kind, names in _NAMES for name in names.split()}
+"""Type with its module, or name of an errno -> kind. The nearest known base class decides."""
 
-_ERRNO_NAMES = _by_name(
-    (_OOM, "ENOMEM"),
-    (_DATA, "EIO ESTALE EBADMSG"),
-    (_TRANSIENT, "ECONNRESET ECONNREFUSED ECONNABORTED ETIMEDOUT"),
-    (_TRANSIENT, "ENETDOWN ENETUNREACH ENETRESET EHOSTDOWN EHOSTUNREACH"),
-)
-_ERRNO: dict[int, Fault] = {getattr(errno, name): kind for name, kind in _ERRNO_NAMES.items()}
-"""Number of an error of the operating system -> kind."""
-
-_XLA = (
-    # A CPU allocation that failed after the call had returned (JAX 0.10).
+_MESSAGES = (
+    # Libraries and older versions raise the message of torch.OutOfMemoryError in a RuntimeError.
     (
-        r"INTERNAL: (Error dispatching computation: )+Out of memory allocating",
+        r"\[enforce fail at \S*alloc_cpu\.cpp:\d+\].*\bError code 12\b"
+        r"|(CUDA|HIP)( driver)? error: out of memory|(CUDA|HIP|XPU|MPS backend) out of memory"
+        r"|Triton Error \[(CUDA|HIP)\]: out of memory"
+        r"|(CUDA|HIP) error: (CU|HIP)BLAS_STATUS_ALLOC_FAILED"
+        r"|cuDNN error: CUDNN_STATUS_ALLOC_FAILED|RESOURCE_EXHAUSTED: "
+        # A CPU allocation that failed after the call had returned (JAX 0.10).
+        r"|INTERNAL: (Error dispatching computation: )+Out of memory allocating",
         "out of memory",
         _OOM,
     ),
-    (r"RESOURCE_EXHAUSTED: ", "XLA RESOURCE_EXHAUSTED", _OOM),
     (r"DEADLINE_EXCEEDED: ", "XLA DEADLINE_EXCEEDED", _HANG),
-    (r"UNAVAILABLE: ", "XLA UNAVAILABLE", _PERMANENT),  # another process of the run is gone
-    (r"DATA_LOSS: ", "XLA DATA_LOSS", _DATA),
-)
-"""absl status codes, with which the message of an XLA error begins."""
-
-_TORCH = (
-    (r"\[enforce fail at \S*alloc_cpu\.cpp:\d+\].*\bError code 12\b", "ENOMEM", _OOM),
-    (r"(CUDA|HIP)( driver)? error: out of memory", "cudaErrorMemoryAllocation", _OOM),
-    # Libraries and older versions raise the message of torch.OutOfMemoryError in a RuntimeError.
-    (r"(CUDA|HIP|XPU) out of memory", "CUDA out of memory", _OOM),
-    (r"Triton Error \[(CUDA|HIP)\]: out of memory", "Triton out of memory", _OOM),
-    (r"(CUDA|HIP) error: (CU|HIP)BLAS_STATUS_ALLOC_FAILED", "ALLOC_FAILED", _OOM),
-    (r"cuDNN error: CUDNN_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", _OOM),
-    (r"MPS backend out of memory", "MPS backend out of memory", _OOM),
     (r"\[\S*gloo/\S+:\d+\] Timed out waiting \d+ms for \w+ operation", "gloo timeout", _HANG),
     (r"(wait|Wait) timeout after \d+ms", "store timeout", _HANG),
     (r"\[[^\]]*\] Watchdog caught collective operation timeout: ", "NCCL timeout", _HANG),
+    (r"UNAVAILABLE: ", "XLA UNAVAILABLE", _PERMANENT),  # another process of the run is gone
+    (r"(?s:.*\n)?nccl(Remote|System)Error: ", "NCCL error", _PERMANENT),  # begins a line
+    (r"DATA_LOSS: ", "XLA DATA_LOSS", _DATA),
     (r"DataLoader timed out after \d+(\.\d+)? seconds", "DataLoader timeout", _DATA),
-    (r"DataLoader worker \(pid.*\) (is killed|exited)", "DataLoader worker", _WORKER),
+    (r"DataLoader worker \(pid.*\) (is killed|exited)", _WORKER.sign, _WORKER),
 )
-"""Beginnings of messages of torch's plain RuntimeErrors."""
-
-_NCCL = (
-    (r"(?s:.*\n)?ncclRemoteError: ", "ncclRemoteError", _PERMANENT),
-    (r"(?s:.*\n)?ncclSystemError: ", "ncclSystemError", _PERMANENT),
-)
-"""NCCL's names of an error, with which a line of the message begins."""
-
-_MESSAGES: dict[str, tuple[tuple[str, str, Fault], ...]] = {
-    "jax.errors.JaxRuntimeError": _XLA,
-    "jaxlib._jax.XlaRuntimeError": _XLA,
-    "torch.distributed.DistBackendError": _NCCL,
-    "builtins.RuntimeError": (*_TORCH, _XLA[1]),
-}
-"""Type -> (beginning of a message, sign, kind)."""
+"""Beginning of the message of a RuntimeError of torch or XLA, sign, kind."""
 
 _IN_WORKER = re.compile(r"Caught \w+ in .+\.\nOriginal Traceback \(most recent call last\):\n")
 """Beginning of the message of an exception that a DataLoader has passed on from a worker."""
@@ -224,7 +183,7 @@ def _coded_fault(error: BaseException) -> Fault | None:
     if isinstance(error, OSError | EOFError):
         for frame, _ in traceback.walk_tb(error.__traceback__):
             if frame.f_globals.get("__name__") == "multiprocessing.resource_sharer":
-                return _WORKER._replace(sign="DataLoader worker")  # it passed its tensors
+                return _WORKER  # it passed its tensors
     known = _http_fault(error) or _known_fault(_names(type(error)), str(error))
     return known or _fault_in_worker(error)
 
@@ -236,16 +195,12 @@ def _http_fault(error: Any) -> Fault | None:
     based on them) in `response.status_code`, urllib in `code`, aiohttp in `status`.
     """
     response = getattr(error, "response", None)
-    status = getattr(response, "status_code", None)
-    headers = getattr(response, "headers", None)
+    status, headers = getattr(response, "status_code", None), getattr(response, "headers", None)
     if status is None:  # an integer `code` alone is no HTTP status: SystemExit has one
         headers = getattr(error, "headers", None)
-        if headers is None or not hasattr(headers, "get"):
-            return None
-        status = getattr(error, "status", None) or getattr(error, "code", None)
-    if not isinstance(status, int):
-        return None
-    return _status_fault(int(status), headers)
+        if hasattr(headers, "get"):
+            status = getattr(error, "status", None) or getattr(error, "code", None)
+    return _status_fault(int(status), headers) if isinstance(status, int) else None
 
 
 def _status_fault(status: int, headers: Any = None) -> Fault | None:
@@ -253,11 +208,9 @@ def _status_fault(status: int, headers: Any = None) -> Fault | None:
     if not 400 <= status <= 599:
         return None
     transient = status in (408, 425, 429) or (status >= 500 and status not in (501, 505))
-    wait_s = None
-    if transient and headers:
-        text = str(headers.get("Retry-After") or "").strip()
-        if re.fullmatch(r"\d{1,9}", text, re.ASCII):  # RFC 9110; the other form is a date
-            wait_s = float(text)
+    text = str(headers.get("Retry-After")).strip() if transient and headers else ""
+    # RFC 9110; the other form is a date.
+    wait_s = float(text) if re.fullmatch(r"\d{1,9}", text, re.ASCII) else None
     return Fault(Cause.NETWORK, f"HTTP {status}", transient, wait_s)
 
 
@@ -268,15 +221,14 @@ def _known_fault(names: Sequence[str], text: str) -> Fault | None:
         names: the class and its bases, nearest first.
         text: the message.
     """
+    number = re.match(r"\[Errno (\d{1,4})\]", text)
+    code = errno.errorcode.get(int(number[1]), "") if number else ""
     for name in names:
-        if name in _TYPES:
-            return _TYPES[name]._replace(sign=name.removeprefix("builtins."))
-        number = re.match(r"\[Errno (\d{1,4})\]", text)
-        if name == "builtins.OSError" and number is not None:
-            kind = _ERRNO.get(int(number[1]))
-            if kind is not None:
-                return kind._replace(sign=f"errno {errno.errorcode[int(number[1])]}")
-        for pattern, sign, kind in _MESSAGES.get(name, ()):
+        if name in _KINDS:
+            return _KINDS[name]._replace(sign=name.removeprefix("builtins."))
+        if name == "builtins.OSError" and code in _KINDS:
+            return _KINDS[code]._replace(sign=f"errno {code}")
+        for pattern, sign, kind in _MESSAGES if name == "builtins.RuntimeError" else ():
             if re.match(pattern, text[:2000]):
                 return kind._replace(sign=sign)
     return None
@@ -306,22 +258,6 @@ def _fault_in_worker(error: BaseException) -> Fault | None:
         if name in [each.__name__ for each in _BUGS]:
             break
     return None
-
-
-def is_broken_connection(error: BaseException | None) -> bool:
-    """Whether gloo raised the error because the connection to another rank is broken.
-
-    Args:
-        error: the exception, or None for no exception.
-
-    Returns:
-        True if another rank has most likely ended, so that its own report has the reason.
-    """
-    broken = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-    # JAX raises a ValueError.
-    return isinstance(error, RuntimeError | ValueError) and any(
-        each in str(error) for each in broken
-    )
 
 
 def _names(cls: type) -> list[str]:

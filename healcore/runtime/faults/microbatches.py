@@ -154,13 +154,13 @@ def count_samples(batch: Any) -> int:
     Raises:
         UnsplittableBatch: the batch has no samples, or its arrays disagree on their number.
     """
-    found: tuple[dict[str, int], ...] = ({}, {}, {})
+    found: tuple[set[int], ...] = (set(), set(), set())
 
-    def collect(path: str, value: Any, length: _Length) -> Any:
-        found[length.rank][path or "the batch"] = length.samples
+    def collect(value: Any, length: _Length) -> Any:
+        found[length.rank].add(length.samples)
         return value
 
-    _mapped(batch, "", collect)
+    _mapped(batch, collect)
     lengths = next(filter(None, found), None)
     if lengths is None:
         raise UnsplittableBatch(
@@ -168,13 +168,12 @@ def count_samples(batch: Any) -> int:
             f"{batch!r:.80} of type {type(batch).__name__} has neither: pass arrays in "
             "dictionaries, tuples, lists or dataclasses"
         )
-    samples = _common(lengths.values())
+    samples = _common(lengths)
     if samples is None:
-        shown = ", ".join(f"{path} has {length}" for path, length in lengths.items())
         raise UnsplittableBatch(
             "a batch is split along the first axis of its arrays, which must be equally long, "
-            f"and here {shown}: use arrays of one length, and a first axis of length 1 for "
-            "arrays that belong to no sample"
+            f"and here they have {sorted(lengths)}: use arrays of one length, and a first axis of "
+            "length 1 for arrays that belong to no sample"
         )
     return samples
 
@@ -204,7 +203,7 @@ def split(batch: Any, parts: int) -> list[Any]:
     pieces = []
     for number in range(parts):
         part = slice(samples * number // parts, samples * (number + 1) // parts)
-        pieces.append(_mapped(batch, "", partial(_cut, part, samples)))
+        pieces.append(_mapped(batch, partial(_cut, part, samples)))
     return pieces
 
 
@@ -279,19 +278,19 @@ class _Length(NamedTuple):
     samples: int
 
 
-def _mapped(node: Any, path: str, change: Callable[[str, Any, _Length], Any]) -> Any:
-    """The structure with each array and list replaced by `change(path, value, length)`."""
-    length = _length_of(node, inner=bool(path))
+def _mapped(node: Any, change: Callable[[Any, _Length], Any], *, inner: bool = False) -> Any:
+    """The structure with each array and list replaced by `change(value, length)`."""
+    length = _length_of(node, inner=inner)
     if length is not None:
-        return change(path, node, length)
+        return change(node, length)
     children = _children(node)
     if children is None:
         return node
     for name, child in children.items():
-        children[name] = _mapped(child, f"{path}.{name}" if path else str(name), change)
+        children[name] = _mapped(child, change, inner=True)
+    if hasattr(node, "_fields"):  # the node is a named tuple
+        return type(node)(*children.values())
     if isinstance(node, list | tuple):
-        if hasattr(node, "_fields"):  # the node is a named tuple
-            return type(node)(*children.values())
         return type(node)(children.values())
     if isinstance(node, Mapping) and not isinstance(node, MutableMapping):
         return type(node)(children)  # type: ignore[call-arg]
@@ -330,10 +329,10 @@ def _length_of(node: Any, *, inner: bool) -> _Length | None:
     return None
 
 
-def _cut(part: slice, samples: int, path: str, value: Any, length: _Length) -> Any:
+def _cut(part: slice, samples: int, value: Any, length: _Length) -> Any:
     """The samples of one part of an array or list, or the whole of one that serves all samples."""
     if length.rank == 2 and length.samples == samples:  # a list of arrays, each with all samples
-        return type(value)([_cut(part, samples, path, each, _Length(0, 0)) for each in value])
+        return type(value)([_cut(part, samples, each, _Length(0, 0)) for each in value])
     rows = value.shape[0] if length.rank == 0 else len(value)
     return value[part] if rows == samples else value
 

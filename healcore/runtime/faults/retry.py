@@ -66,13 +66,10 @@ def retrying(call: Callable[P, T], policy: PolicyLike | Healer[Any] = "default")
         attempts = Retries(name, host or run.policy, run)
         while True:
             try:
-                result = call(*args, **kwargs)
+                return call(*args, **kwargs)
             except Exception as error:
                 if not attempts.wait_after(error):
                     raise
-            else:
-                attempts.report_success()
-                return result
 
     return again
 
@@ -86,14 +83,16 @@ class Retries:
         name: what the call does, for the log.
         policy: its rule for `network` and its `[retry]` apply.
         run: the run that logs each attempt, and whose signals end a wait; None outside of a run.
+
+    Attributes:
+        failed: number of failures since the last success, which the caller sets to 0.
     """
 
     def __init__(self, name: str, policy: HostPolicy, run: Run | None = None) -> None:
         self._name = name
         self._policy = policy
         self._run = run
-        self._failed = 0
-        """Number of failures since the last success."""
+        self.failed = 0
 
     def wait_after(self, error: BaseException) -> bool:
         """Reports a failed attempt, and waits if there is another attempt.
@@ -105,22 +104,22 @@ class Retries:
             Whether to call again. False for an exception that is not a failure in the network,
             which is not reported.
         """
-        fault = classify(error)
+        fault, run = classify(error), self._run
         if fault.cause is not Cause.NETWORK:
             return False
-        self._failed += 1
-        wait_s, run = self._wait_s(fault), self._run
+        self.failed += 1
+        wait_s = self._wait_s(fault)
         then = "gives up" if wait_s is None else f"next attempt in {wait_s:.1f} s"
         line = (
-            f"{self._name} failed ({fault.sign}, attempt {self._failed}), {then}: "
+            f"{self._name} failed ({fault.sign}, attempt {self.failed}), {then}: "
             f"{type(error).__name__}: {error!s:.300}"
         )
-        if run is None:
-            console.warning(line)
+        answer = None if wait_s is None else "retry"
+        if run is not None:
+            step = run.progress.step
+            run.log.fault(step, fault, line, answer=answer, attempt=self.failed, wait_s=wait_s)
         else:
-            answer = None if wait_s is None else "retry"
-            step, number = run.progress.step, self._failed
-            run.log.fault(step, fault, line, answer=answer, attempt=number, wait_s=wait_s)
+            console.warning(line)
         if wait_s is None:
             return False
         if run is None:
@@ -135,23 +134,10 @@ class Retries:
         rules = self._policy.retry
         asked = fault.retry_after_s or 0.0
         repeats = "retry" in self._policy.answers(Cause.NETWORK) and fault.transient
-        if not repeats or asked > _MAX_SERVER_WAIT_S or self._failed >= rules.attempts:
+        if not repeats or asked > _MAX_SERVER_WAIT_S or self.failed >= rules.attempts:
             return None
-        try:
-            delay = rules.base_delay_s * rules.factor ** (self._failed - 1)
-        except OverflowError:
-            delay = rules.max_delay_s
-        delay = min(delay, rules.max_delay_s) * (1 - rules.jitter * _random())
+        delay = rules.base_delay_s
+        for _ in range(self.failed - 1):
+            delay = min(delay * rules.factor, rules.max_delay_s)
         # A longer wait that the server asks for has priority, even beyond `max_delay_s`.
-        return max(delay, asked)
-
-    def report_success(self) -> None:
-        """Reports a success, if failures came before it."""
-        number, self._failed = self._failed + 1, 0
-        if number == 1:
-            return
-        line = f"{self._name} has succeeded at attempt {number}"
-        if self._run is None:
-            console.info(line)
-        else:
-            self._run.log.note(self._run.progress.step, line, attempt=number)
+        return max(delay * (1 - rules.jitter * _random()), asked)

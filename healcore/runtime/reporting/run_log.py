@@ -17,7 +17,7 @@ from healcore.events.metrics import MetricsLog
 from healcore.events.models import EventRecord
 from healcore.history import RunHistory
 from healcore.runtime.faults.classification import Fault
-from healcore.runtime.faults.failures import Severity
+from healcore.runtime.faults.failures import FAILURES, Severity
 from healcore.runtime.reporting.trackers import Trackers
 from healcore.runtime.run_options import Hooks
 
@@ -138,7 +138,7 @@ class RunLog:
             **fields: further fields of the event.
         """
         ends_run = answer in (None, "save")
-        failure = fault.failure
+        failure = FAILURES[fault.cause]
         self.event(
             "fault",
             step=step,

@@ -32,6 +32,5 @@ Values that several folders exchange:
     ledger           what has happened and was tried, also in undone steps
     healthy_ranges   ranges in which the run was healthy
     engine_states    the states of engines after a rollback
-    batch_parts      how batches are split since memory ran out
     data_state       random states and positions of the loaders, as an item of a checkpoint
 """

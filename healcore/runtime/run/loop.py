@@ -270,7 +270,7 @@ class Loop:
         if loader is not loaders.last_trained:
             run.journal.loader_start = first.index
         run.dispatch_queue.push(pending, first)
-        run.hang_guard.stepped(run.progress.step)
+        run.hang_guard.step = run.progress.step
         run.saver.keep_random_states()
 
     def count_in_body(self) -> None:

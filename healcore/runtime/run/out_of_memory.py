@@ -7,14 +7,20 @@ A *window* is all batches since the last optimizer step, whose gradients add up:
     parts(batch) --> part, part, ...        each is a context manager around a forward pass
                        | memory runs out in one of them, on any rank
                        v
-    smaller parts, gradients back to the start of the window, its first batch again
+    parts of half the size, gradients back to the start of the window, its first batch again
+
+The number of parts is a power of two, so that a compiled step sees few shapes. A comparison of
+weights evaluates the parts that a step trains on: a whole batch would run out of memory again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+from pydantic import ConfigDict, Field, NonNegativeInt
 
 from healcore.core.decision import Cause
 from healcore.events.log import process_path
@@ -26,25 +32,58 @@ from healcore.runtime.faults.microbatches import (
     UnsplittableBatch,
     clear_frames,
     count_samples,
+    part_weights,
+    split,
 )
 from healcore.runtime.faults.retry import Retries
-from healcore.runtime.run.batch_parts import largest_part
 from healcore.runtime.store import files
 from healcore.runtime.store.ranks import RankFailed
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
 
+GOOD_STEPS = 100
+"""Steps after a change of the size until parts twice as large are tried."""
 _NOT_TRIED = "healcore has not tried smaller parts of the batch"
 _MAX_PROFILE_BYTES = 16 << 20
 """A larger profile is not written: a snapshot grows with the recorded history."""
 
 
+@dataclass
+class PartSize:
+    """Largest number of samples of a part. It is halved when memory runs out.
+
+    Memory may run out in one step of thousands, because of one long sequence or of another program
+    on the device. Parts that stay small after such a step cost time until the end of the run. So
+    after `GOOD_STEPS` steps, parts twice as large are tried, each size once.
+
+    Its values are a part of the run's record and depend on the number of the step, never on the
+    clock. A comparison of weights follows the same rule.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    limit: Annotated[int, Field(ge=1)] | None = None
+    """Samples of a part, or None while all batches have fitted."""
+    since: NonNegativeInt = 0
+    """Step at which the size has last changed."""
+    tried: NonNegativeInt = 0
+    """Largest size that was tried again, or 0."""
+
+    def grow(self, step: int) -> bool:
+        """Takes the next larger size at a step, if it is time to try it. Returns whether it is."""
+        size = 2 * (self.limit or 0)
+        if size <= self.tried or step < self.since + GOOD_STEPS:
+            return False
+        self.limit = self.tried = size
+        self.since = step
+        return True
+
+
 class _Overrun(NamedTuple):
     """A part that did not fit into memory."""
 
-    samples: int
-    """Samples of the part's batch; 0 if smaller parts are impossible."""
+    size: int
+    """Samples of the largest part of the batch; 0 if smaller parts are impossible."""
     parts: int
     """Number of parts that the batch was split into."""
     fault: Fault
@@ -58,23 +97,30 @@ class _Overrun(NamedTuple):
 class OutOfMemory:
     """Handles parts that run out of memory, by the policy. See `Healer.microbatches`.
 
-    `BatchParts` has the parts. Every rank changes the size by the reports of all ranks, so that the
-    size is equal on all ranks. The run's `RunRecord` has the size for the next process.
+    Every rank changes the size by the reports of all ranks. The run's `RunRecord` has the size for
+    the next process.
 
     Args:
         run: the parts of the run.
 
     Attributes:
         part: the current part, or None.
+        to_split: makes of a batch of the `loss_fn` what is split and counted, for a trainer whose
+            batches have another order of rows.
+        to_evaluate_from: makes of a part of it a batch of the `loss_fn`.
     """
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self.part: Microbatch[Any] | None = None
-        self._answers = run.policy.answers(Cause.OOM)
-        self._retries = Retries("a part of healer.microbatches", run.policy, run)
-        self._gradients = run.driver.window
+        self.to_split: Callable[[Any], Any] = lambda batch: batch
+        self.to_evaluate_from: Callable[[Any], Any] = lambda part: part
+        self._count: Count = None
+        """What the loss of the newest batch averages over."""
+        self._split_obstacle = ""
+        """Reason why the run's batches cannot be split, or an empty string."""
         self._last_resort: Callable[[], str] = str
+        self._retries = Retries("a part of healer.microbatches", run.policy, run)
         self._window: list[tuple[Any, Count]] = []
         """The batches since the last optimizer step, with their `count`."""
         self._has_others = False
@@ -86,6 +132,58 @@ class OutOfMemory:
         self._joins: str | None = None
         """Reason why several ranks cannot repeat a window, empty if they repeat windows together,
         or None for one rank, and before the first window."""
+
+    # -- the parts of a batch -------------------------------------------------------------------
+
+    def number(self, batch: Any, least: int = 1) -> int:
+        """The number of parts in which a step trains on a batch.
+
+        It is 1 while memory suffices, and otherwise the smallest power of two, or one part a
+        sample, with which no part exceeds the size that fits.
+
+        Args:
+            batch: a batch of the loop. A batch that cannot be split has one part.
+            least: min number of parts, unless the batch has fewer samples.
+        """
+        limit, samples = self.run.record.part_size.limit, self._samples(batch)
+        parts = min(least, samples)
+        while limit is not None and _largest(samples, parts) > limit:
+            parts = min(2 * parts, samples)
+        return parts
+
+    def to_evaluate(self, batch: Any, least: int) -> list[tuple[Any, float]]:
+        """The parts in which the `loss_fn` evaluates a batch, with their weights.
+
+        Args:
+            batch: a batch of the `loss_fn`.
+            least: see `number`.
+        """
+        form = self.to_split(batch)
+        parts = self.number(form, least)
+        if parts == 1:
+            return [(batch, 1.0)]
+        weighted = _weighted(form, parts, self._count)
+        return [(self.to_evaluate_from(piece), weight) for piece, weight in weighted]
+
+    def divisible_parts(self, batch: Any, least: int) -> int:
+        """The number of parts of `to_evaluate`, or 0 if they cannot be halved.
+
+        Args:
+            batch: a batch of the `loss_fn`.
+            least: see `number`.
+        """
+        form = self.to_split(batch)
+        parts = self.number(form, least)
+        return parts if parts < self._samples(form) else 0
+
+    def _samples(self, batch: Any) -> int:
+        """Number of samples of a batch, or 1 if it cannot be split: the whole batch may fit."""
+        try:
+            return 1 if self._split_obstacle else max(count_samples(batch), 1)
+        except UnsplittableBatch:
+            return 1
+
+    # -- the loop over the parts ----------------------------------------------------------------
 
     def parts(
         self,
@@ -114,20 +212,22 @@ class OutOfMemory:
             MicrobatchError: the loop has not entered a part.
             RunStopped: no smaller part fits, or the policy's budget is exhausted.
         """
-        self._last_resort = last_resort
-        self.run.batch_parts.count = count
-        self.run.batch_parts.obstacle = split_obstacle
-        accumulates = self._gradients.is_accumulating()
-        if not (accumulates and self._window and not self._gradients.has_stepped()):
+        run, gradients = self.run, self.run.driver.window
+        self._count, self._split_obstacle, self._last_resort = count, split_obstacle, last_resort
+        accumulates = gradients.is_accumulating()
+        if not (accumulates and self._window and not gradients.has_stepped()):
             self._window, self._has_others = [], accumulates
-            self._gradients.begin_window()
+            gradients.begin_window()
             self._obstacle = split_obstacle or self._find_obstacle()
-            self._try_larger(batch)
+            step, size = run.progress.step, run.record.part_size
+            # A batch that fits whole would teach nothing, and a window must be repeatable.
+            if not self._obstacle and self.number(batch) > 1 and size.grow(step):
+                run.log.info(f"step {step}: tries up to {size.limit} samples at a time again")
         self._window.append((batch, count))
         done = len(self._window) - 1  # number of earlier batches of this window
         try:
             while True:
-                for part in self._parts_of(self._window[done:], first=not done):
+                for part in self._parts_from(done):
                     self.part = part
                     yield part
                     if not part.entered:
@@ -138,28 +238,25 @@ class OutOfMemory:
                     if part.failed:
                         break
                 else:
-                    self._retries.report_success()
+                    self._retries.failed = 0
                     return
-                self.part = None
                 done = 0
-                clear_cache = "clear_cache" in self._answers
-                self._gradients.redo_window(self._held, clear_cache=clear_cache)
-                self._held.clear()
-                self.run.step_batches.forget_parts()
+                clear_cache = "clear_cache" in run.policy.answers(Cause.OOM)
+                gradients.redo_window(self._held, clear_cache=clear_cache)
+                run.step_batches.forget_parts()
         finally:
             self.part = None
 
     def _find_obstacle(self) -> str:
         """Reason why this window cannot be repeated in smaller parts, or an empty string."""
-        if self.run.policy.observes:
-            return 'this run only observes; in mode "heal" the rule of its policy for oom applies'
-        if "shrink_microbatch" not in self._answers:
+        run = self.run
+        if "shrink_microbatch" not in run.policy.answers(Cause.OOM):
             return (
-                f"policy {self.run.policy.name} has no rule for out of memory: add "
+                f"policy {run.policy.name} only observes, or has no rule for out of memory: add "
                 'to = ["oom"], do = ["shrink_microbatch", "clear_cache"]'
             )
-        if self.run.ranks.world > 1 and self._joins is None:
-            self._joins = self._gradients.join_ranks(self.run.ranks)
+        if run.ranks.world > 1 and self._joins is None:
+            self._joins = run.driver.window.join_ranks(run.ranks)
         if self._joins:
             return f"{self._joins}; use smaller batches, and accumulate the gradients of more"
         if self._has_others:
@@ -170,34 +267,14 @@ class OutOfMemory:
             )
         return ""
 
-    def _try_larger(self, batch: Any) -> None:
-        """Begins the window with larger parts, if it is time to try them, see `PartSize`.
-
-        A try needs a window that can be repeated and a batch that is split, on every rank. The
-        ranks ask each other only when a try is due, which is the same step on all ranks.
-        """
-        step, size = self.run.progress.step, self.run.record.part_size
-        larger = size.larger(step)
-        if larger is None:
-            return
-        votes = [not self._obstacle and self.run.batch_parts.number(batch) > 1]
-        if self._joins == "":
-            votes = self.run.ranks.gather(votes[0])
-        if all(votes):
-            size.grow(step, larger)
-            self.run.log.info(f"step {step}: tries up to {larger} samples at a time again")
-        else:
-            size.since = step  # a smaller batch, or one that cannot be repeated, teaches nothing
-
-    def _parts_of(
-        self, batches: list[tuple[Any, Count]], *, first: bool
-    ) -> Iterator[Microbatch[Any]]:
-        """Yields the parts of some batches of the window; `first` is of the window's first part."""
+    def _parts_from(self, done: int) -> Iterator[Microbatch[Any]]:
+        """Yields the parts of the batches of the window, after the first `done` batches."""
+        first, batches = not done, self._window[done:]
         for number, (batch, count) in enumerate(batches, 1):
-            parts = self.run.batch_parts.number(batch)
-            pairs = self.run.batch_parts.of_step(batch, count)
+            parts = self.number(batch)
+            pairs = _weighted(batch, parts, count)
             if self._joins == "":
-                self._gradients.begin_parts()
+                self.run.driver.window.begin_parts()
             for i, (piece, weight) in enumerate(pairs, 1):
                 ends = i == len(pairs)
                 on_exit = partial(self._leave, batch, parts, ends)
@@ -210,18 +287,22 @@ class OutOfMemory:
         Raises RunStopped on every rank if there is no smaller part, and RankFailed if another
         rank's batch cannot be split.
         """
-        mine = None
+        mine, run = None, self.run
         if error is not None:
             fault = classify(error)
-            if fault.cause is not Cause.OOM:
-                return self._repeats_after(error)
+            if fault.cause is not Cause.OOM:  # other ranks would wait during a retry
+                may_repeat = run.ranks.world == 1 and not self._has_others
+                if not (may_repeat and self._retries.wait_after(error)):
+                    return False
+                self._held = clear_frames(error)
+                return True
             mine = self._overrun(batch, parts, fault, error)
-        of_ranks = [mine]
+        of_ranks: list[_Overrun | None] = [mine]
         if self._joins == "" and (mine is not None or ends):
             if error is not None:
                 clear_frames(error)  # the exchange needs a little memory
-            some_failed = self._gradients.end_parts(mine is not None)
-            of_ranks = self.run.ranks.gather(mine) if some_failed else []
+            some_failed = run.driver.window.end_parts(mine is not None)
+            of_ranks = run.ranks.gather(mine) if some_failed else []
         failed = {rank: each for rank, each in enumerate(of_ranks) if each is not None}
         if not failed:
             return False
@@ -232,52 +313,34 @@ class OutOfMemory:
             if each.obstacle:
                 raise RankFailed(f"rank {rank}: {each.line}; {_NOT_TRIED}: {each.obstacle}")
         # The smallest part that did not fit determines the size for all ranks.
-        rank, smallest = min(failed.items(), key=lambda item: item[1].samples / item[1].parts)
+        rank, smallest = min(failed.items(), key=lambda item: item[1].size)
         error = error or RankFailed(f"rank {rank}: {smallest.line}")
         prefix = f"rank {', '.join(map(str, failed))}: " if self._joins == "" else ""
         self._shrink(smallest, error, prefix)
         self._held = clear_frames(error)
         return True
 
-    def _repeats_after(self, error: BaseException) -> bool:
-        """Whether to repeat the window after an exception that is not about memory.
-
-        A transient failure of the network on one rank: with several ranks, the others would wait.
-        """
-        self._held = []
-        may_repeat = self.run.ranks.world == 1 and not self._has_others
-        again = may_repeat and self._retries.wait_after(error)
-        if again:
-            self._held = clear_frames(error)
-        return again
-
     def _overrun(self, batch: Any, parts: int, fault: Fault, error: BaseException) -> _Overrun:
         """What is known of a part that did not fit into memory."""
-        samples, obstacle = 0, self._obstacle
+        size, obstacle = 0, self._obstacle
         if not obstacle:
             try:
-                samples = count_samples(batch)
+                size = _largest(count_samples(batch), parts)
             except UnsplittableBatch as reason:
                 obstacle = str(reason)
         line = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        if not obstacle and not self.run.record.part_size.is_tried:
+        if not (obstacle or self.run.record.part_size.tried):
             # A failed try keeps the profile of the failure before.
             line += f". {memory_text(self.run)}"
-        return _Overrun(samples, parts, fault, line, obstacle)
+        return _Overrun(size, parts, fault, line, obstacle)
 
     def _shrink(self, overrun: _Overrun, error: BaseException, prefix: str) -> None:
-        """Makes the parts smaller, and reports it. Raises RunStopped if there is no smaller part.
-
-        A size that an earlier part of the run has had costs no budget.
-        """
-        run, step, samples = self.run, self.run.progress.step, overrun.samples
-        size, limit = run.record.part_size, run.policy.budget.shrinks
-        before = largest_part(samples, overrun.parts)
-        after = largest_part(samples, min(2 * overrun.parts, samples))
-        why = ""
-        if before == 1:
+        """Halves the parts, and reports it. Raises RunStopped if there is no smaller part."""
+        run, step, before = self.run, self.run.progress.step, overrun.size
+        limit, why = run.policy.budget.shrinks, ""
+        if before <= 1:
             why = "a single sample does not fit into memory"
-        elif size.is_new(after) and run.record.shrinks >= limit:
+        elif overrun.parts >= 2**limit:
             why = (
                 f"{before} samples do not fit into memory, and the batch is not halved again: the "
                 f"policy permits it {limit} times ([budget] shrinks)"
@@ -289,18 +352,33 @@ class OutOfMemory:
             line = f"{prefix}{why}: {changed}"
             run.log.fault(step, overrun.fault, line, answer="clear_cache")
             return
-        run.record.shrinks += size.is_new(after)
-        size.shrink(step, before, after)
+        after = _largest(before, 2)
+        run.record.shrinks += 1
+        run.record.part_size.limit, run.record.part_size.since = after, step
         run.log.fault(
             step,
             overrun.fault,
-            f"{prefix}a part of {before} samples (of {samples}) does not fit into memory, the step "
-            f"is repeated with {after} at a time: {overrun.line}",
+            f"{prefix}a part of {before} samples does not fit into memory, the step is repeated "
+            f"with {after} at a time: {overrun.line}",
             answer="shrink_microbatch",
-            samples=samples,
             size_before=before,
             size=after,
         )
+
+
+def _largest(samples: int, parts: int) -> int:
+    """Samples of the largest part of a batch that is split evenly: the quotient, rounded up."""
+    return -(-samples // parts)
+
+
+def _weighted(batch: Any, parts: int, count: Count) -> list[tuple[Any, float]]:
+    """The parts of a batch with their weights, without parts of weight 0.
+
+    A part without tokens has a mean loss of NaN, and so is 0 times NaN.
+    """
+    pieces = split(batch, parts)
+    pairs = zip(pieces, part_weights(pieces, count), strict=True)
+    return [(piece, weight) for piece, weight in pairs if weight]
 
 
 def memory_text(run: Run) -> str:

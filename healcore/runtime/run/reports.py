@@ -12,9 +12,9 @@ from healcore.core.decision import Cause, names_of
 from healcore.events.kinds import flags_text, sentence
 from healcore.events.models import Ending
 from healcore.runtime.driver import STEPPED, WEIGHTS
-from healcore.runtime.faults.classification import Fault, is_broken_connection
+from healcore.runtime.faults.classification import Fault
 from healcore.runtime.reporting import postmortem
-from healcore.runtime.reporting.diagnosis import AFTER_A_KILL, RunOutcome, advice, last_line
+from healcore.runtime.reporting.diagnosis import RunOutcome, advice, last_line
 from healcore.runtime.run import run_settings
 from healcore.runtime.run.ending.exits import RunStopped
 from healcore.runtime.run.rollback.holding import LASTING_STEPS
@@ -148,7 +148,6 @@ def report_rollback(run: Run, done: RollbackRecord, index: int) -> None:
         steps_lost=done.lost or None,
         problem=done.why_lost or None,
         held=done.after.sentences() or None,
-        moments_reset=run.policy.rollback.reset_moments or None,
     )
     run.log.warning(fitted(f"step {index}: {sentence(event)}"))
     if obstacle:
@@ -244,9 +243,6 @@ def report_end(
             why = ""  # the reason of another run
         trace = "".join(traceback.format_exception(error))
         exception = error_text(error) + memory
-        if is_broken_connection(error):
-            exception += ". Another rank has ended: its output says why, unless it was killed; "
-            exception += f"then {AFTER_A_KILL}"
     outcome = RunOutcome.of(run, ending, why, exception=exception, fault=fault.cause)
     events, counts = run.log.events.path, outcome.counts
     was_complete = run.loop.state.is_complete and ending == Ending.COMPLETED

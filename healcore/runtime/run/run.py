@@ -14,11 +14,9 @@ from healcore.runtime.data.sources import Sources
 from healcore.runtime.driver import Driver
 from healcore.runtime.faults.retry import Retries
 from healcore.runtime.hang_guard import HangGuard
-from healcore.runtime.healer_options import Options
 from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.reporting.trackers import Trackers
 from healcore.runtime.run import run_settings
-from healcore.runtime.run.batch_parts import BatchParts
 from healcore.runtime.run.batches.step_batches import StepBatches
 from healcore.runtime.run.checkpoints.saver import Saver
 from healcore.runtime.run.checkpoints.schedule import SaveSchedule
@@ -42,7 +40,7 @@ from healcore.runtime.run.rollback.nonfinite import NonfiniteRecovery
 from healcore.runtime.run.rollback.recovery import Recovery
 from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.run.witness.witness import Witness
-from healcore.runtime.run_options import HostPolicy
+from healcore.runtime.run_options import HostPolicy, Options
 from healcore.runtime.store.checkpoints import StoreError
 from healcore.runtime.store.claim import Claim
 from healcore.runtime.store.ranks import Ranks
@@ -88,8 +86,6 @@ class Run:
     """Signals, the stop file and the votes to end."""
     claims: Sequence[Claim]
     """The locks of the store's directories."""
-    batch_parts: BatchParts
-    """How batches are split since memory ran out."""
 
     progress: RunProgress = field(default_factory=RunProgress, init=False)
     """Steps done, in the run and in this process."""
@@ -178,7 +174,6 @@ def construct(
         record=record,
         end_requests=EndRequests(ranks, driver, options.stop_file),
         claims=claims,
-        batch_parts=BatchParts(record),
     )
     loss_fn = options.loss_fn if policy.rolls_back else None
     retries = None

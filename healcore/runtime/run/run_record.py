@@ -17,11 +17,11 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter
 
-from healcore.runtime.run.batch_parts import PartSize
 from healcore.runtime.run.envelope import Envelope
 from healcore.runtime.run.healthy_ranges import HealthyValues
 from healcore.runtime.run.journal import Journal
 from healcore.runtime.run.ledger import Ledger
+from healcore.runtime.run.out_of_memory import PartSize
 from healcore.runtime.run.witness.evidence import ComparisonState
 from healcore.runtime.store.checkpoints import AttemptHistory, StoreError
 
@@ -42,7 +42,7 @@ class StructureChange(NamedTuple):
     """Epoch of this step."""
 
 
-SCHEMA = 12
+SCHEMA = 13
 _BatchId = Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]
 
 
@@ -73,7 +73,7 @@ class RunRecord:
     part_size: PartSize = field(default_factory=PartSize)
     """Size of the parts of a step."""
     shrinks: NonNegativeInt = 0
-    """Number of times that memory ran out with parts smaller than all parts before."""
+    """Number of times that memory ran out and the parts were halved."""
     changes: list[StructureChange] = field(default_factory=list)
     """Changes of the structure of the model, oldest first, at most `MAX_CHANGES`."""
     ledger: Ledger = field(default_factory=Ledger)

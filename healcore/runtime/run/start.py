@@ -21,19 +21,21 @@ from typing import Any
 
 from healcore.console import counted, first_of
 from healcore.history import RunHistory
-from healcore.policy import PolicyError
-from healcore.policy.problems import Problem
-from healcore.runtime.driver import WEIGHTS, Driver
+from healcore.runtime.driver import WEIGHTS
 from healcore.runtime.driver_choice import driver_for
-from healcore.runtime.healer_options import Options
 from healcore.runtime.reporting import postmortem
-from healcore.runtime.run import reports, run_settings
+from healcore.runtime.run import reports
 from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.ending.exits import EndRequested
 from healcore.runtime.run.process_runs import count_run, has_completed_run
 from healcore.runtime.run.run import Run, construct
 from healcore.runtime.run.run_record import RunRecord
-from healcore.runtime.run_options import HostPolicy
+from healcore.runtime.run.run_settings import (
+    changes_since,
+    settings_of,
+    why_other_run,
+)
+from healcore.runtime.run_options import Options
 from healcore.runtime.store.checkpoints import CheckpointInfo, NoGoodCheckpoint, StoreError
 from healcore.runtime.store.claim import Claim
 from healcore.runtime.store.manifest import scan, sweep
@@ -67,7 +69,6 @@ def open_run(options: Options) -> Run:
     driver = driver_for(options.state, options.policy.engine, options.attach)
     claims: list[Claim] = []
     try:
-        _check_moments(options.policy, driver)
         ranks = driver.ranks()
         _check_same_arguments(options, ranks)
         store = options.store
@@ -83,17 +84,6 @@ def open_run(options: Options) -> Run:
         driver.close()
         raise
     return run
-
-
-def _check_moments(policy: HostPolicy, driver: Driver) -> None:
-    """Raises PolicyError if the policy resets moments that the driver cannot reset."""
-    if not policy.rollback.reset_moments or policy.observes:
-        return
-    obstacle = driver.moments_obstacle()
-    if obstacle:
-        rule = f"false where the moments cannot be reset: {obstacle}"
-        problem = Problem("rollback.reset_moments", "true", rule, "reset_moments = false")
-        raise PolicyError(policy.name, (problem,))
 
 
 def _check_same_arguments(options: Options, ranks: Ranks) -> None:
@@ -161,8 +151,8 @@ def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
         raise EndRequested(requests.stop_reason)
     saves, newest = stored.listed(), stored.newest_record()
     saved = newest or RunRecord()
-    settings = run_settings.settings_of(run.driver, run.policy, options.state, run.ranks.world)
-    changes = broadcast(run.ranks, run_settings.changes_since(saved.settings, settings))
+    settings = settings_of(run.driver, run.policy, options.state, run.ranks.world)
+    changes = broadcast(run.ranks, changes_since(saved.settings, settings))
     resumes = _may_resume(run, options.resume, saves, newest, changes)
     if not resumes:
         history = None
@@ -195,7 +185,6 @@ def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
             "Ctrl-C end the process without a save. Open the Healer in the main thread"
         )
     run.log.trackers.start(run.record.run or run.log.events.process_id, run.log.warning)
-    run.hang_guard.start()
     run.driver.on_step = run.loop.on_step
 
 
@@ -267,7 +256,7 @@ def _may_resume(
         return True
     which = ""
     if newest.completed and resume is not True:
-        which = run_settings.why_other_run(changes)
+        which = why_other_run(changes)
         if root is not None and has_completed_run(root):
             which = "that this process has completed"
     if which:
@@ -286,7 +275,7 @@ def _may_resume(
 def _begin(run: Run, settings: dict[str, Any]) -> None:
     """Begins a new run with its first snapshot."""
     if run.saver.damage:
-        raise _no_usable_checkpoint(run, {})
+        raise _no_usable_checkpoint(run, [])
     record, step = run.record, run.progress.step
     record.run = broadcast(run.ranks, run.log.events.process_id)
     record.first_step = step
@@ -319,7 +308,7 @@ def _resume(run: Run, record: RunRecord, newest: RunRecord | None) -> None:
     try:
         step, random_states = run.way_back.resume(newest, usable[::-1])
     except NoGoodCheckpoint as error:
-        raise _no_usable_checkpoint(run, _statuses(saves)) from error
+        raise _no_usable_checkpoint(run, saves) from error
     completed = record.completed and record.step == step
     run.progress.resume(step, completed=completed)
     run.data_state.resume(random_states)
@@ -332,15 +321,12 @@ def _resume(run: Run, record: RunRecord, newest: RunRecord | None) -> None:
     run.store.protected = run.witness.steps_needed
 
 
-def _statuses(saves: Sequence[CheckpointInfo]) -> dict[int, str]:
-    """Step of each checkpoint -> its status."""
-    return {each.step: each.status if each.finite else "not finite" for each in saves}
-
-
-def _damage(run: Run) -> dict[int, str]:
-    """Step of each damaged checkpoint -> the damage."""
-    damage = [*run.saver.damage.values()]
-    return {each.step: f"damaged: {each.file} {each.difference}" for each in damage}
+def _unusable(run: Run, saves: Sequence[CheckpointInfo]) -> dict[int, str]:
+    """Step of each checkpoint -> its status or its damage."""
+    found = {each.step: each.status if each.finite else "not finite" for each in saves}
+    for each in run.saver.damage.values():
+        found[each.step] = f"damaged: {each.file} {each.difference}"
+    return found
 
 
 def _warn_of_lost_steps(run: Run, last_saved: int, saves: Sequence[CheckpointInfo]) -> None:
@@ -353,7 +339,7 @@ def _warn_of_lost_steps(run: Run, last_saved: int, saves: Sequence[CheckpointInf
     """
     step = run.progress.step
     known = run.record.attempt_history.with_status(saves)
-    wrong = _statuses([each for each in known if not each.is_abandoned]) | _damage(run)
+    wrong = _unusable(run, [each for each in known if not each.is_abandoned])
     if last_saved not in {each.step for each in saves}:
         wrong.setdefault(last_saved, "missing: deleted, or killed before it was complete")
     lost = {at: wrong[at] for at in sorted(wrong) if at > step}
@@ -366,10 +352,9 @@ def _warn_of_lost_steps(run: Run, last_saved: int, saves: Sequence[CheckpointInf
         )
 
 
-def _no_usable_checkpoint(run: Run, wrong: Mapping[int, str]) -> NoGoodCheckpoint:
+def _no_usable_checkpoint(run: Run, saves: Sequence[CheckpointInfo]) -> NoGoodCheckpoint:
     """The error that names the problem of each checkpoint, newest first, and what to do."""
-    where = run.store.place or "the store"
-    wrong = {**wrong, **_damage(run)}
+    where, wrong = run.store.place or "the store", _unusable(run, saves)
     lines = [f"step {step} ({wrong[step]})" for step in sorted(wrong, reverse=True)]
     return NoGoodCheckpoint(
         f"{where} holds an earlier run, and none of its checkpoints can be used: "

@@ -52,7 +52,7 @@ def list_() -> None:
 def show(policy: _Named, set_: SetOption = None) -> None:
     """Show a policy as TOML: a preset with its comments, or every key with --set."""
     from healcore.policy import dumps, load, preset_names, preset_text, recipe_names
-    from healcore.policy.overrides import parse_overrides
+    from healcore.policy.loader import parse_overrides
 
     loaded = load(policy, **parse_overrides(set_ or (), "--set"))
     if set_ or policy not in (*preset_names(), *recipe_names()):

@@ -68,7 +68,7 @@ def replay_command(
 ) -> None:
     """Show what a policy would have done in recorded runs. Changes no file of a run."""
     from healcore.policy import load
-    from healcore.policy.overrides import parse_overrides
+    from healcore.policy.loader import parse_overrides
 
     names = policy or ["default"]
     values = parse_overrides(set_ or (), "--set")
@@ -100,7 +100,7 @@ def sweep(
 ) -> None:
     """Replay variants of a policy, and show the sums of each over all traces."""
     from healcore.policy import load
-    from healcore.policy.overrides import parse_overrides
+    from healcore.policy.loader import parse_overrides
     from healcore.tools.replay.variants import variants
 
     base = load(policy, **parse_overrides(set_ or (), "--set"))

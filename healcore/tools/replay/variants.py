@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 
 from healcore.policy import Policy, load
-from healcore.policy.overrides import parse_overrides
-from healcore.policy.problems import policy_error
+from healcore.policy.loader import parse_overrides
+from healcore.policy.reading import policy_error
 
 MAX_VARIANTS = 100
 """Largest number of variants. Nobody reads a larger table, and the best of many settings is the

@@ -6,7 +6,7 @@ import pytest
 
 from healcore.core.decision import NONFINITE, Cause
 from healcore.policy import dumps, load, loads
-from healcore.policy.responses import FAULTS
+from healcore.policy.document import FAULTS
 from healcore.runtime.faults.failures import FAILURES
 from tests.runtime.faults.fault_page import PAGE, ROOT, log_line, section_of
 

@@ -84,6 +84,6 @@ def test_retrying_without_a_healer_waits_and_logs(waits, caplog):
     with serving(503) as server, pytest.raises(requests.HTTPError, match="503"):
         healcore.retrying(by_requests, "observe")(server.url)
     assert server.requests == 1, "a policy that does not repeat"
-    lines = [each.getMessage() for each in caplog.records][:3]
+    lines = [each.getMessage() for each in caplog.records]
     assert lines[0].startswith("by_requests failed (HTTP 503, attempt 1), next attempt in 0.5 s:")
-    assert lines[-1] == "by_requests has succeeded at attempt 3"
+    assert "attempt 2" in lines[1]

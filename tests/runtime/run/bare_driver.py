@@ -36,13 +36,8 @@ class BareDriver(Driver):
         self,
         state: Mapping[str, Any] | None,
         engines: Mapping[str, Mapping[str, Any]] = {},
-        *,
-        reset_moments: bool = False,
     ) -> None:
         """Loads nothing, because the state is empty."""
-
-    def moments_obstacle(self) -> str:
-        raise NotImplementedError
 
     def may_save(self, patience: int | None = None) -> bool:
         return False

@@ -4,8 +4,8 @@ from typing import Any
 
 from healcore.runtime.driver import Driver
 from healcore.runtime.reporting.run_log import RunLog
-from healcore.runtime.run.batch_parts import BatchParts
 from healcore.runtime.run.checkpoints.schedule import SaveSchedule
+from healcore.runtime.run.out_of_memory import OutOfMemory
 from healcore.runtime.run.run import Run
 from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.run_options import HostPolicy
@@ -17,7 +17,7 @@ def bare_run(log: RunLog, driver: Driver, *, policy: Any = "default", store: Any
     record = RunRecord()
     nothing: Any = None
     no_store: Any = driver
-    return Run(
+    run = Run(
         policy=policy if isinstance(policy, HostPolicy) else HostPolicy.of(policy),
         driver=driver,
         store=no_store if store is None else store,
@@ -26,8 +26,9 @@ def bare_run(log: RunLog, driver: Driver, *, policy: Any = "default", store: Any
         record=record,
         end_requests=nothing,
         claims=(),
-        batch_parts=BatchParts(record),
     )
+    run.out_of_memory = OutOfMemory(run)
+    return run
 
 
 def schedule_of(run: Run, every: int) -> SaveSchedule:

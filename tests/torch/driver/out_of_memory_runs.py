@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from healcore import Logging
 from healcore.runtime.healer import Healer
-from healcore.runtime.run import batch_parts
+from healcore.runtime.run import out_of_memory as parts_of_batches
 from tests.open_run import run_of
 
 STEPS, ACCUMULATED, BATCH = 3, 2, 8
@@ -75,7 +75,7 @@ def train(
     reduce: Callable[[nn.Module], object] = lambda net: None,
     fits: int | None = None,
     most: Callable[[int], int | None] = lambda step: None,
-    wait: int = batch_parts.GOOD_STEPS,
+    wait: int = parts_of_batches.GOOD_STEPS,
 ) -> dict[str, Any]:
     """Trains for `STEPS` steps of `ACCUMULATED` batches; what this process has then.
 
@@ -100,7 +100,7 @@ def train(
     found: dict[str, Any] = {"sizes": sizes, "raised": {}}
     try:
         with (
-            patch.object(batch_parts, "GOOD_STEPS", wait),
+            patch.object(parts_of_batches, "GOOD_STEPS", wait),
             Healer(state=state, logging=Logging(metrics=metrics, events=events)) as healer,
         ):
             for number, batch in enumerate(healer.batches(data(seed, samples))):

@@ -13,7 +13,7 @@ from typing import Any, Literal, Unpack
 from healcore.core.errors import AttachError
 from healcore.policy import PolicyLike
 from healcore.runtime.healer import Healer
-from healcore.runtime.healer_options import TrainerOptions
+from healcore.runtime.run_options import TrainerOptions
 from healcore.runtime.store.places import Places
 from healcore.torch.trainers.arctic.epochs import HealedEpochs
 from healcore.torch.trainers.deepspeed import engine_state

@@ -25,9 +25,8 @@ from healcore.core.errors import AttachError
 from healcore.policy import Policy, PolicyLike, from_dict, to_dict
 from healcore.policy.loader import can_apply_limit, with_limit
 from healcore.runtime.healer import Healer
-from healcore.runtime.healer_options import TrainerOptions
 from healcore.runtime.healing_report import HealingReport
-from healcore.runtime.run_options import LOGGING
+from healcore.runtime.run_options import LOGGING, TrainerOptions
 from healcore.runtime.store.places import Places
 from healcore.runtime.trainer_access import trainer_access_of
 from healcore.torch.attachment import Healing

@@ -20,9 +20,8 @@ from healcore.core.errors import AttachError
 from healcore.policy import Policy, PolicyLike
 from healcore.policy.loader import can_apply_limit, with_limit
 from healcore.runtime.healer import Healer
-from healcore.runtime.healer_options import TrainerOptions
 from healcore.runtime.run.incidents.metrics import changed_since
-from healcore.runtime.run_options import HostPolicy
+from healcore.runtime.run_options import HostPolicy, TrainerOptions
 from healcore.runtime.store.places import Places
 from healcore.runtime.trainer_access import TrainerAccess, open_healer, trainer_access_of
 from healcore.torch.attachment import Healing

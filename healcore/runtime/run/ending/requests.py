@@ -35,8 +35,6 @@ from healcore.runtime.store.ranks import Ranks
 
 _SIGNALS = [signal.SIGTERM, signal.SIGINT, *filter(None, [getattr(signal, "SIGUSR1", None)])]
 """The signals that ask a run to end. Windows has no SIGUSR1."""
-POLL_INTERVAL_S = 1.0
-"""Seconds between two checks for the stop file, which may be on a network."""
 _MAX_SLEEP_S = 0.1
 """Max seconds of one sleep, because a Python signal handler does not end a sleep."""
 
@@ -67,9 +65,6 @@ class EndRequests:
         if stop_file is not None:
             self.stop_path = Path(stop_file).absolute()  # the program may change its directory
         self.stop_reason = f"the stop file {self.stop_path}"
-        self._stop_found = False
-        self._next_look = 0.0
-        """Time from which the file system is asked again, by the monotonic clock."""
         self._pid = 0
         """The process that watches signals. A forked child has the handlers, but not the run."""
         self._waits_for_data = False
@@ -80,12 +75,8 @@ class EndRequests:
 
     @property
     def stop_file_found(self) -> bool:
-        """Whether the stop file exists, or has existed in this run. It is read at each step."""
-        now = time.monotonic()
-        if self.stop_path is not None and not self._stop_found and now >= self._next_look:
-            self._stop_found = os.path.lexists(self.stop_path)
-            self._next_look = now + POLL_INTERVAL_S
-        return self._stop_found
+        """Whether the stop file exists. It is looked for at each step."""
+        return self.stop_path is not None and os.path.lexists(self.stop_path)
 
     # -- the end of this rank -------------------------------------------------------------------
 

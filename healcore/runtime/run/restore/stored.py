@@ -188,37 +188,26 @@ class StoredCheckpoints:
         reasons = "; ".join(problems) or "none of them is on every rank"
         raise NoGoodCheckpoint(f"no checkpoint of steps {list(steps)} can be restored: {reasons}")
 
-    def load_program(self, saved: SavedItems, engines: Engines, *, reset: bool) -> None:
+    def load_program(self, saved: SavedItems, engines: Engines) -> None:
         """Puts the program's state of a checkpoint into the live run, and nothing else.
 
         Args:
             saved: items of the checkpoint, by name. Healcore's own item is not loaded.
             engines: engine states to load with it.
-            reset: whether the moments of the optimizers start again at zero.
         """
         state = {name: each for name, each in saved.items() if name != DATA_STATE_ITEM}
-        self.run.driver.load(state, engines, reset_moments=reset)
+        self.run.driver.load(state, engines)
 
     def load_step(self, step: int) -> None:
         """Loads the program's state of a checkpoint, without healcore's record.
 
-        The engines keep their states, and no step is undone. Moments of the optimizers are reset as
-        after a rollback, if the policy says so.
+        The engines keep their states, and no step is undone.
 
         Args:
             step: step of the checkpoint.
         """
         saved = self.run.store.restore(step, self.run.saver.items()).state
-        self.load_program(saved, {}, reset=self.resets_moments_at(step))
-
-    def resets_moments_at(self, step: int) -> bool:
-        """Whether the moments start again at a checkpoint, because a rollback repeats from it.
-
-        Args:
-            step: step of the checkpoint.
-        """
-        resets = self.run.policy.rollback.reset_moments
-        return resets and self.run.record.repeats_undone_steps(step)
+        self.load_program(saved, {})
 
     def _load_on_all_ranks(
         self, step: int, restored: Restored, load: Callable[[SavedCheckpoint], T]

@@ -254,8 +254,7 @@ class WayBack:
         """Loads the target of a rollback. Returns the engine states that are loaded with it."""
         engines = engines_after_rollback(self.run.policy.engine, live, saved.engines)
         engines = with_rates(engines, undone)
-        reset = self.run.policy.rollback.reset_moments
-        self.run.stored_checkpoints.load_program(saved.state, engines, reset=reset)
+        self.run.stored_checkpoints.load_program(saved.state, engines)
         return engines
 
     def _lost_steps(self, target: int, obstacle: RewindObstacle | None) -> int:
@@ -293,11 +292,11 @@ class WayBack:
             step: step of the checkpoint.
         """
         driver = self.run.driver
-        engines, reset = driver.engines(), self.run.stored_checkpoints.resets_moments_at(step)
+        engines = driver.engines()
 
         def load(saved: SavedCheckpoint) -> None:
             if driver.state_is_in_place:
-                self.run.stored_checkpoints.load_program(saved.state, engines, reset=reset)
+                self.run.stored_checkpoints.load_program(saved.state, engines)
 
         self.run.saver.wait()
         try:
@@ -371,9 +370,7 @@ class WayBack:
         if self.run.witness.is_enabled:
             needed = [each.step for each in own.comparisons.anchors]
         weights = self._copies(needed, saved.step)
-        repeats = own.repeats_undone_steps(saved.step)
-        reset = repeats and self.run.policy.rollback.reset_moments
-        self.run.stored_checkpoints.load_program(saved.state, saved.engines, reset=reset)
+        self.run.stored_checkpoints.load_program(saved.state, saved.engines)
         if saved.step in needed:
             weights[saved.step] = self.run.driver.copy_weights()
         return weights

@@ -206,7 +206,7 @@ class LossFunction:
         for step in steps:
             shares.append([])
             for batch in step.batches:
-                parts = self.run.batch_parts.to_evaluate(
+                parts = self.run.out_of_memory.to_evaluate(
                     batch.content, self.run.record.comparisons.parts
                 )
                 contents += [part for part, _ in parts]
@@ -227,7 +227,7 @@ class LossFunction:
             for step in steps:
                 for batch in step.batches:
                     least = self.run.record.comparisons.parts
-                    parts = max(parts, self.run.batch_parts.divisible_parts(batch.content, least))
+                    parts = max(parts, self.run.out_of_memory.divisible_parts(batch.content, least))
             clear_frames(error)  # the tensors of the pass that failed
             return _Failure(text, parts=parts)
         is_wrong = fault.cause is Cause.UNKNOWN

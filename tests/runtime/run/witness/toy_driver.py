@@ -44,7 +44,7 @@ class ToyDriver(BareDriver):
     def hold_numbers(self, ranges: Mapping[str, NumberRange]) -> None:
         self.held = dict(ranges)
 
-    def load(self, state: Any, engines: Any = (), *, reset_moments: bool = False) -> None:
+    def load(self, state: Any, engines: Any = ()) -> None:
         assert state is None
 
     def may_save(self, patience: int | None = None) -> bool:
