@@ -100,11 +100,6 @@ def generators_of(*parts: Any) -> list[Any]:
     return list(found.values())
 
 
-def own_generators(loader: Any) -> list[Any]:
-    """The random generators of a loader, its samplers and its dataset."""
-    return generators_of(loader, getattr(loader, "dataset", None), *samplers_of(loader))
-
-
 def batch_size(loader: Any) -> int | None:
     """Rows in a batch of a torch loader, or None if it is unknown.
 
@@ -123,7 +118,7 @@ def reads_the_same(loader: Any, other: Any) -> bool:
     dataset = getattr(loader, "dataset", None)
     is_same = dataset is not None and dataset is getattr(other, "dataset", None)
     same_size = batch_size(loader) == batch_size(other)
-    return is_same and same_size and not own_generators(loader)
+    return is_same and same_size and not generators_of(loader, dataset, *samplers_of(loader))
 
 
 class SamplerEpochs:

@@ -15,7 +15,6 @@ anything else to iterate over                    `Reader`          cannot return
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -24,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from healcore.runtime.data.loaders import class_name, generators_of, is_type, samplers_of
-from healcore.runtime.data.positions import DataError, UnusableLoader
+from healcore.runtime.data.positions import DataError
 from healcore.runtime.data.random_states import RandomStates, random_states, set_random_states
 
 ReaderState = Any
@@ -429,25 +428,9 @@ def is_function(loader: Any) -> bool:
     """Whether a loader is a function that makes what is iterated over.
 
     A class is not such a function, and neither is an object that can be iterated over itself.
-
-    Raises:
-        UnusableLoader: the function needs arguments.
     """
-    if isinstance(loader, type) or not callable(loader):
-        return False
-    if hasattr(loader, "__iter__") or hasattr(loader, "__getitem__"):
-        return False
-    try:
-        inspect.signature(loader).bind()
-    except TypeError as error:
-        name = function_name(loader)
-        raise UnusableLoader(
-            f"a function that makes the batches takes no arguments, and {name} needs some "
-            f"({error}): pass lambda: {name}(...)"
-        ) from None
-    except ValueError:
-        pass  # a function of C has no signature
-    return True
+    is_iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
+    return callable(loader) and not isinstance(loader, type) and not is_iterable
 
 
 def function_name(function: object) -> str:

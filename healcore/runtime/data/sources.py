@@ -95,19 +95,6 @@ class SourceCursor(Cursor):
         epoch, index = self.next_id
         return epoch + (self.is_used_up or (index > 0 and self.in_loop))
 
-    def begin_pass(self, number: int, epochs: int | None) -> None:
-        """Begins a loop over the loader. Drops the rest of a pass that a `break` has left.
-
-        Args:
-            number: number of the first pass of the loop.
-            epochs: number of passes, or None for no end.
-        """
-        if self.next_id.epoch != number and not (isinstance(self.loader, Iterator) and self.trains):
-            self.abandon()
-            self.next_id = BatchId(number, 0)
-        self.read_epochs(number, epochs)
-        self.first, self.in_loop, self.has_begun_before = number, True, False
-
     def leave_by_break(self) -> None:
         """Notes that a `break` has ended the loop body."""
         self.in_use, self.left_by_break = False, True
@@ -153,10 +140,11 @@ class Source:
         return next((each for each in self._cursors if each.loader is loader), None)
 
     def keep(self, cursor: SourceCursor) -> None:
-        """Keeps a new cursor, and forgets the oldest one beyond the maximum."""
-        self._cursors.append(cursor)
-        if len(self._cursors) > _MAX_CURSORS:
-            self._cursors.remove(next(each for each in self._cursors if each is not self.trained))
+        """Keeps a new cursor, and forgets the oldest ones beyond the maximum."""
+        older = [each for each in self._cursors if each is not self.trained]
+        self._cursors = [*older[1 - _MAX_CURSORS :], cursor]
+        if self.trained is not None:
+            self._cursors.append(self.trained)
 
     def position_for(self, place: Place) -> SavedPosition | None:
         """The awaited position, unless the pass at a place needs it no more.
@@ -253,7 +241,7 @@ class EpochLoop:
         body of epoch 3
           │  a rollback to a checkpoint of epoch 1: `returns_to` is set
           │  the passes over loaders end, and the rest of the body runs (an evaluation, say)
-        end of the body: `end_return`, and `Healer.epochs` yields 1
+        end of the body: `Healer.epochs` yields 1
           │
         body of epoch 1
              each loader that the loop begins takes over its position, as after a restart from the
@@ -286,12 +274,6 @@ class EpochLoop:
         be the end of the run.
         """
         return self.can_return and self.next_epoch + 1 < self.total_epochs
-
-    def end_return(self) -> int:
-        """Ends a return after the body of an epoch. Returns the epoch that the loop yields next."""
-        assert self.returns_to is not None
-        epoch, self.returns_to = self.returns_to, None
-        return epoch
 
 
 class Sources:
@@ -459,7 +441,11 @@ class Sources:
             if source.trained is not None and reads_the_same(loader, source.trained.loader):
                 cursor.since = source.trained.since
         cursor.limit = limit
-        cursor.begin_pass(first, epochs)
+        if cursor.next_id.epoch != first and not (isinstance(loader, Iterator) and cursor.trains):
+            cursor.abandon()  # a `break` has left the rest of the pass
+            cursor.next_id = BatchId(first, 0)
+        cursor.read_epochs(first, epochs)
+        cursor.first, cursor.in_loop, cursor.has_begun_before = first, True, False
         cursor.place, source.current = place, cursor
         cursor.start = cursor.start or cursor.position()
         if evaluates:
@@ -610,63 +596,50 @@ class Sources:
         loaders = self._of_steps()
         return bool(loaders) and all(loader.can_rewind for loader in loaders)
 
-    def position(self, *, after_step: bool = False) -> Positions:
+    def position(self, *, after_step: bool = False, forward: bool = False) -> Positions:
         """The positions of all sources that train, for a checkpoint: see `Positions`.
 
         Args:
             after_step: whether the positions are those after the last step, for a save at an
                 exception in the middle of a step. A restart reads the batches since then again.
+            forward: whether only the sources that cannot be rewound have a position. A rollback
+                moves all others back. A restart after the rollback, at the same checkpoint, then
+                continues where such a source is.
 
         Raises:
             DataError: a loader cannot be rewound to the step.
         """
         sources: dict[str, SavedPosition] = {}
         for name, source in self._sources.items():
-            before = None
-            if after_step and source.trained is not None:
-                before = self.first_pending(source.trained)
+            trained, before = source.trained, None
+            if forward and (trained is None or trained.can_rewind):
+                continue
+            if after_step and trained is not None:
+                before = self.first_pending(trained)
             saved = source.position(leaves=self.epoch_loop.can_return, before=before)
             if saved is not None:
                 sources[name] = saved
-        trained = self._trained
-        if self.last_trained is not None and self.last_trained.trains:
-            trained = self.last_trained.source.name
-        return {"epoch": self.epoch_loop.next_epoch, "trained": trained, "sources": sources}
+        name, last = self._trained, self.last_trained
+        if last is not None and last.trains:
+            name = last.source.name
+        return {"epoch": self.epoch_loop.next_epoch, "trained": name, "sources": sources}
 
-    def forward_positions(self) -> dict[str, SavedPosition]:
-        """The positions of sources that cannot be rewound, for a checkpoint.
-
-        A rollback moves all others back. A restart after the rollback, at the same checkpoint, then
-        continues where such a source is.
-        """
-        forward: dict[str, SavedPosition] = {}
-        for name, source in self._sources.items():
-            if source.trained is not None and not source.trained.can_rewind:
-                saved = source.position(leaves=self.epoch_loop.can_return, before=None)
-                if saved is not None:
-                    forward[name] = saved
-        return forward
-
-    def skipped_by_source(self) -> dict[str, list[list[int]]]:
+    def skipped_by_source(self) -> dict[str, list[BatchId]]:
         """Ids of all skipped batches, for a checkpoint: a restart would read them again.
 
         Returns:
-            Name of a source -> pairs of epoch and index, sorted.
+            Name of a source -> ids, sorted.
         """
-        return {
-            name: [list(batch) for batch in sorted(source.skipped)]
-            for name, source in self._sources.items()
-            if source.skipped
-        }
+        return {name: sorted(source.skipped) for name, source in self._sources.items()}
 
     def skipped_ids(self) -> frozenset[BatchId]:
         """Ids of all skipped batches, of any source."""
         return frozenset().union(*(source.skipped for source in self._sources.values()))
 
-    def resume_skipped(self, skipped: Mapping[str, Iterable[Iterable[int]]]) -> None:
+    def resume_skipped(self, skipped: Mapping[str, Iterable[BatchId]]) -> None:
         """Takes the skipped batches of an earlier process: result of `skipped_by_source`."""
         for name, ids in skipped.items():
-            self._source(name).skipped.update(BatchId(*pair) for pair in ids)
+            self._source(name).skipped.update(ids)
 
     # -- the way back ---------------------------------------------------------------------------
 

@@ -9,12 +9,13 @@ DataLoader.
 
 from __future__ import annotations
 
-import operator
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
+
+import numpy as np
 
 from healcore.events.kinds import MAX_ROWS
 from healcore.runtime.data.loaders import generators_of, is_type, samplers_of
@@ -141,7 +142,11 @@ class TorchReader(Reader):
         if index == 0:
             return {"draws_first": self._drew_first}
         ahead = self._before.get(index) if self._reads_ahead else None
-        return {"random": self._order.start, "digest": self._order.digest(index), "ahead": ahead}
+        return {
+            "random": self._order.start,
+            "digest": (index, self._order.passed(index)[1]),
+            "ahead": ahead,
+        }
 
     def resume(self, state: ReaderState, index: int) -> tuple[Iterator[Any] | None, int]:
         """Draws the order of the epoch again, and passes the indices of the earlier batches.
@@ -205,15 +210,10 @@ class TorchReader(Reader):
 
     def rows(self, index: int) -> list[int] | None:
         """The first indices of the batch, or None if they are no numbers."""
-        item = self._order.item(index)
-        try:
-            items = item[:MAX_ROWS]
-        except (TypeError, LookupError):
-            items = [item]
-        try:
-            return [operator.index(each) for each in items] or None
-        except TypeError:
-            return None
+        item, _ = self._order.passed(index)
+        rows = item[:MAX_ROWS] if isinstance(item, list | tuple) else [item]
+        is_known = all(isinstance(row, int | np.integer) for row in rows)
+        return [int(row) for row in rows] if rows and is_known else None
 
     @property
     def begins_alone(self) -> bool:  # type: ignore[override]
@@ -280,13 +280,12 @@ class _RecordedOrder:
     def __iter__(self) -> Iterator[Item]:
         return self._drawn or self._begun()
 
-    def item(self, count: int) -> Item:
-        """The last one of the first `count` items, or None if it is not kept."""
-        return self._items.get(count, (None, 0))[0]
+    def passed(self, count: int) -> tuple[Item, int]:
+        """The last one of the first `count` items, and the CRC of all of them.
 
-    def digest(self, count: int) -> Digest:
-        """The digest of the first `count` items; (0, 0), which fits any order, if unknown."""
-        return (count, self._items[count][1]) if count in self._items else (0, 0)
+        (None, 0), which fits any order, if they are not kept.
+        """
+        return self._items.get(count, (None, 0))
 
     def draw(self, states: RandomStates, skip: int = 0, digest: Digest = (0, 0)) -> RandomStates:
         """Sets random states, draws an order and passes its first `skip` items.
@@ -301,7 +300,7 @@ class _RecordedOrder:
         items, passed = iter(self._sampler), {0: (None, 0)}
         for count in range(1, skip + 1):
             self._keep(passed, count, next(items, None))
-            if count == digest[0] and passed[count][1] != digest[1]:
+            if count == digest[0] and digest[1] not in (0, passed[count][1]):
                 raise DataError(
                     "the samplers do not give the same order again: they draw from a generator "
                     "that is neither a global one nor an attribute of theirs, or the dataset has "

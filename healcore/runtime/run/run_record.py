@@ -17,6 +17,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter
 
+from healcore.runtime.data import BatchId
 from healcore.runtime.run.envelope import Envelope
 from healcore.runtime.run.healthy_ranges import HealthyValues
 from healcore.runtime.run.journal import Journal
@@ -43,7 +44,6 @@ class StructureChange(NamedTuple):
 
 
 SCHEMA = 13
-_BatchId = Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]
 
 
 @dataclass(kw_only=True)
@@ -92,7 +92,7 @@ class RunRecord:
     """The ranges in which the run was healthy, up to the newest healthy checkpoint."""
     envelope: Envelope = field(default_factory=Envelope)
     """What is held in these ranges now."""
-    skipped: dict[str, list[_BatchId]] = field(default_factory=dict)
+    skipped: dict[str, list[BatchId]] = field(default_factory=dict)
     """Name of a source -> ids of the batches that it skips."""
     forward: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Name of a source that cannot be rewound -> its position, which a rollback keeps."""

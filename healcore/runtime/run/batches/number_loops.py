@@ -57,8 +57,12 @@ def loop_over_epochs(run: Run, total: int) -> Iterator[int]:
             state.enter_body()
             yield epoch
             state.leave_body()
-            if run.loop.returns_to_epoch:
-                epoch = _return_to_epoch(run)
+            if loaders.epoch_loop.returns_to is not None:
+                # The line of the rollback has named this epoch. The program's code after the pass
+                # has run with the restored state (an evaluation, the step of a scheduler), so the
+                # state is restored once more.
+                run.way_back.restore_again(run.progress.step)
+                epoch, loaders.epoch_loop.returns_to = loaders.epoch_loop.returns_to, None
             else:
                 epoch += 1
                 loaders.epoch_loop.next_epoch = epoch
@@ -81,18 +85,6 @@ def _steps_are_epochs(run: Run, epoch: int) -> bool:
         return False
     # If the code after the step of epoch 0 raises, the checkpoint has step 1, epoch 0.
     return run.progress.step + run.driver.pending_steps() == max(epoch, 1)
-
-
-def _return_to_epoch(run: Run) -> int:
-    """Continues a loop over epochs at the epoch of a rollback, and returns the epoch.
-
-    The line of the rollback has named this epoch.
-
-    The program's code after the pass has run with the restored state (an evaluation, the step of a
-    scheduler), so the state is restored once more.
-    """
-    run.way_back.restore_again(run.progress.step)
-    return run.loaders.epoch_loop.end_return()
 
 
 def loop_over_steps(run: Run, total: int) -> Iterator[int]:

@@ -129,10 +129,9 @@ class StepBatches:
         if not alone and loader.substitute is None:
             return False
         self._failed_reads, self._last_error = [*failed, self._reads], error
-        # torch puts the traceback of a loader's worker into its message.
-        lines = f"{type(error).__name__}: {error}".strip().splitlines()
-        text = " ... ".join(dict.fromkeys((lines[0][:300], lines[-1][:300])))
-        problem = f"{batch} cannot be read: {text}"
+        # The message for an error in a loader's worker ends with the error, after a traceback.
+        text = f"{type(error).__name__}: {error}".strip().splitlines()[-1]
+        problem = f"{batch} cannot be read: {text:.300}"
         if alone:
             loader.skipped_batch_ids.add(batch)
         else:
