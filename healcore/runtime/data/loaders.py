@@ -13,7 +13,6 @@ No loader has to inherit from a class of healcore, which looks for each attribut
     a function that makes a loader                 the same, by calling the function again
     none of the last five                          continue forward after a rollback
     `set_epoch`                                    give each epoch its order again
-    `why_not`                                      say why the loader cannot be rewound
 
 A state (`state_dict`, `get_state`) is taken between two batches. It counts the batches that were
 yielded, not those that workers have read ahead. It consists of numbers, texts, bytes, containers

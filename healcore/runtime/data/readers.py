@@ -340,10 +340,7 @@ class FunctionReader(Reader):
 
 
 def reader_for(loader: Any) -> Reader:
-    """Chooses the reader of a loader by its kind.
-
-    `why_not` of a loader is the reason why it cannot be rewound, as a sentence without a full stop.
-    With None the loader has an exact `state_dict`, and is examined no further.
+    """Chooses the reader of a loader by its kind. A loader may be its own reader.
 
     Args:
         loader: the user's loader. If only its iterator can have a state, the first epoch begins
@@ -358,13 +355,10 @@ def reader_for(loader: Any) -> Reader:
     if is_replayable(loader):
         return TorchReader(loader)
     has_state = _has_methods(loader, *_STATE)
-    if hasattr(loader, "why_not"):
-        obstacle = RewindObstacle(loader.why_not) if loader.why_not else None
-    else:
-        obstacle = _obstacle(loader, has_state=has_state)
+    obstacle = _obstacle(loader, has_state=has_state)
     if obstacle is None:
         return StatefulReader(loader)
-    if has_state or hasattr(loader, "why_not"):
+    if has_state:
         return Reader(loader, obstacle=obstacle)
     if isinstance(loader, Sequence) or not hasattr(loader, "__iter__"):
         return IndexReader(loader)

@@ -12,7 +12,12 @@ from torch.utils.data import DataLoader
 
 from healcore.core.errors import AttachError
 from healcore.runtime.data import EmptyLoader
-from healcore.runtime.data.readers import UnreadableBatch, catch_unreadable
+from healcore.runtime.data.readers import (
+    Reader,
+    RewindObstacle,
+    UnreadableBatch,
+    catch_unreadable,
+)
 from healcore.runtime.data.torch_reader import EPOCH_BEGUN
 from healcore.torch.trainers.lightning import trainer_internals as internals
 from healcore.torch.trainers.lightning.progress import Progress
@@ -189,7 +194,7 @@ class Feed:
         self.combined_loader.reset()
 
 
-class CombinedBatches:
+class CombinedBatches(Reader):
     """Lightning's train dataloaders as one loader.
 
     If the length is unknown, reads one batch ahead, because Lightning has to know which batch is
@@ -200,16 +205,16 @@ class CombinedBatches:
         length: number of batches of an epoch, or None if unknown.
 
     Attributes:
-        why_not: why the loader cannot be rewound.
         exhausted: whether the last batch is known to be the last of its epoch, without a length.
     """
 
     def __init__(self, combined: CombinedLoader, length: int | None) -> None:
         self._combined = combined
         self._length = length
-        self.why_not = "the fit has several train dataloaders, and only one can be rewound"
+        why = "the fit has several train dataloaders, and only one can be rewound"
         if length is None:
-            self.why_not = "the train dataloader has no length, so one batch is always read ahead"
+            why = "the train dataloader has no length, so one batch is always read ahead"
+        super().__init__(self, obstacle=RewindObstacle(why))
         self.exhausted = False
 
     def __iter__(self) -> Iterator[Any]:
