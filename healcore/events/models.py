@@ -21,7 +21,7 @@ _MAX_INT = 2**53  # largest whole number. Readers with only 64-bit floats round 
 
 
 class Ending(enum.StrEnum):
-    """How a process ends."""
+    """How a process ends, or what a reader concludes about a process without an event `end`."""
 
     COMPLETED = "completed"
     STOPPED = "stopped"
@@ -31,6 +31,13 @@ class Ending(enum.StrEnum):
     REQUESTED = "requested"
     """Ended by a stop file, or by a `break` before the last requested epoch ended."""
     KILLED = "killed"
+    ENDED = "ended"
+    """In a way that this version of healcore does not know."""
+    GONE = "gone"
+    """The process no longer exists and has written no event `end`."""
+    RUNNING = "running"
+    UNKNOWN = "unknown"
+    """No event `end`, and whether the process exists is unknown, for example on another host."""
 
 
 # -- types ----------------------------------------------------------------------------------------

@@ -7,6 +7,6 @@ next start of a killed run writes the postmortem.
 from __future__ import annotations
 
 from healcore.history.curves import Curves
-from healcore.history.run_history import Counts, Incident, Mode, RunHistory, RunState, runs_of
+from healcore.history.run_history import Counts, Incident, Mode, RunHistory, runs_of
 
-__all__ = ["Counts", "Curves", "Incident", "Mode", "RunHistory", "RunState", "runs_of"]
+__all__ = ["Counts", "Curves", "Incident", "Mode", "RunHistory", "runs_of"]

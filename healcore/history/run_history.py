@@ -23,29 +23,6 @@ _MAX_EVENTS = 10_000
 """Limit of the kept events of a run, of about 6 kB each: the newest ones."""
 
 
-class RunState(enum.StrEnum):
-    """Whether a run is running, or how it ended.
-
-    The first values are written by the run itself in its event `end`. The others are what a reader
-    concludes from a file without that event: a killed process cannot write its own end.
-    """
-
-    COMPLETED = Ending.COMPLETED
-    STOPPED = Ending.STOPPED
-    EXCEPTION = Ending.EXCEPTION
-    SIGNAL = Ending.SIGNAL
-    INTERRUPTED = Ending.INTERRUPTED
-    REQUESTED = Ending.REQUESTED
-    KILLED = Ending.KILLED
-    ENDED = "ended"
-    """The run ended in a way that this version of healcore does not know."""
-    GONE = "gone"
-    """The process no longer exists and has written no event `end`."""
-    RUNNING = "running"
-    UNKNOWN = "unknown"
-    """No event `end`, and whether the process exists is unknown, for example on another host."""
-
-
 class Mode(enum.StrEnum):
     """Whether the orders of the policy were carried out.
 
@@ -80,8 +57,6 @@ class Counts(NamedTuple):
     """Steps with a cause, or None if unknown."""
     lr_cuts: int = 0
     """Cuts of the learning rate, which only a live run counts."""
-    dropped: int = 0
-    """Steps that a loss scale has left out, which only a live run counts."""
 
 
 def changes_made(counts: Mapping[str, Any], *, observes: bool) -> dict[str, Any]:
@@ -296,7 +271,7 @@ class RunProcess:
             return None
         return Process(start.host, start.pid, start.boot, start.born)
 
-    def state(self) -> RunState:
+    def state(self) -> Ending:
         """Finds out how the process ended, or whether it is still running.
 
         Returns:
@@ -306,10 +281,10 @@ class RunProcess:
         """
         if self.end is not None:
             # Without a value it is an ending of a newer healcore.
-            return RunState(self.end.ending or RunState.ENDED)
+            return self.end.ending or Ending.ENDED
         process = self.identity()
         gone = None if process is None else process.gone()
-        return {None: RunState.UNKNOWN, True: RunState.GONE, False: RunState.RUNNING}[gone]
+        return {None: Ending.UNKNOWN, True: Ending.GONE, False: Ending.RUNNING}[gone]
 
 
 class RunAttempt(NamedTuple):
@@ -445,9 +420,9 @@ class RunHistory:
         return self.processes[-1].end if self.processes else None
 
     @property
-    def state(self) -> RunState:
+    def state(self) -> Ending:
         """Whether the run is running, or how it ended."""
-        return self.processes[-1].state() if self.processes else RunState.UNKNOWN
+        return self.processes[-1].state() if self.processes else Ending.UNKNOWN
 
     @property
     def observes(self) -> bool:

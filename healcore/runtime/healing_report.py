@@ -10,7 +10,7 @@ from typing import Any
 from healcore.core.decision import Cause, names_of
 from healcore.events.log import to_json
 from healcore.events.models import Ending
-from healcore.history.run_history import RunState, changes_made
+from healcore.history.run_history import changes_made
 from healcore.runtime.data import BatchId
 from healcore.runtime.reporting.diagnosis import RunOutcome, explain, hints
 from healcore.runtime.reporting.postmortem import path_for
@@ -77,7 +77,7 @@ class HealingReport:
             memory: whether to write a memory profile.
         """
         end = run.end
-        ending = RunState.RUNNING if end is None else end.ending
+        ending = Ending.RUNNING if end is None else end.ending
         outcome = RunOutcome.of(run, ending)
         ledger, counts = run.ledger, outcome.counts
         causes: Counter[str] = Counter()

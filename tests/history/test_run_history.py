@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from healcore.events.log import Event
-from healcore.history import Mode, RunHistory, RunState, runs_of
+from healcore.events.models import Ending
+from healcore.history import Mode, RunHistory, runs_of
 from healcore.history.curves import read_metrics, thin
 from healcore.runtime.reporting.diagnosis import STATES, faults_found
 from healcore.tools.report.incident_text import response_text
@@ -128,9 +129,9 @@ def test_what_a_kill_has_lost_counts_once():
 
 def test_how_a_run_ended():
     for ending, state in (("completed", "completed"), ("requested", "requested"), ("?", "ended")):
-        assert run_of(("end", 9, {"ending": ending})).state is RunState(state)
-    assert run_of(("save", 9, {})).state is RunState.UNKNOWN
-    assert set(STATES) == set(RunState), "each has a text"
+        assert run_of(("end", 9, {"ending": ending})).state is Ending(state)
+    assert run_of(("save", 9, {})).state is Ending.UNKNOWN
+    assert set(STATES) == set(Ending), "each has a text"
 
 
 def test_fields_that_are_not_in_their_shape_are_left_out_and_named():

@@ -11,7 +11,7 @@ from healcore.console import counted, first_of
 from healcore.core.decision import Cause
 from healcore.events.kinds import Trait, has, sentence
 from healcore.events.models import Ending, EventRecord
-from healcore.history import Counts, RunHistory, RunState
+from healcore.history import Counts, RunHistory
 from healcore.runtime.faults.failures import FAILURES, causes_of
 from healcore.runtime.store.checkpoints import CheckpointInfo, StoreError
 
@@ -46,17 +46,17 @@ _REPEATED = (
 """Advice after several rollbacks."""
 
 STATES = {
-    RunState.COMPLETED: "completed",
-    RunState.STOPPED: "stopped by the policy",
-    RunState.EXCEPTION: "ended by an exception",
-    RunState.SIGNAL: "ended by a signal",
-    RunState.REQUESTED: "ended on request",
-    RunState.INTERRUPTED: "interrupted from the keyboard",
-    RunState.KILLED: "killed",
-    RunState.ENDED: "ended",
-    RunState.GONE: "killed: the process is gone, and there is no end event",
-    RunState.RUNNING: "still running",
-    RunState.UNKNOWN: "unknown: still running, or killed",
+    Ending.COMPLETED: "completed",
+    Ending.STOPPED: "stopped by the policy",
+    Ending.EXCEPTION: "ended by an exception",
+    Ending.SIGNAL: "ended by a signal",
+    Ending.REQUESTED: "ended on request",
+    Ending.INTERRUPTED: "interrupted from the keyboard",
+    Ending.KILLED: "killed",
+    Ending.ENDED: "ended",
+    Ending.GONE: "killed: the process is gone, and there is no end event",
+    Ending.RUNNING: "still running",
+    Ending.UNKNOWN: "unknown: still running, or killed",
 }
 """State of a run -> clause."""
 
@@ -224,7 +224,7 @@ def explain(outcome: RunOutcome) -> str:
 
 def _headline(outcome: RunOutcome) -> str:
     """How the run has ended, and after which step: "completed after step 500"."""
-    text = STATES[RunState(outcome.ending)]
+    text = STATES[Ending(outcome.ending)]
     if outcome.ending == Ending.REQUESTED and outcome.why:
         text = f"ended by {outcome.why}"
     elif outcome.why:

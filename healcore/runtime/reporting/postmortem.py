@@ -16,7 +16,7 @@ from healcore.events import log
 from healcore.events.log import process_path, to_json
 from healcore.events.metrics import COMPARED
 from healcore.events.models import Ending, EventRecord
-from healcore.history import RunHistory, RunState, runs_of
+from healcore.history import RunHistory, runs_of
 from healcore.history.curves import last_rows
 from healcore.history.run_history import changes_made
 from healcore.runtime.faults.failures import causes_of
@@ -103,7 +103,7 @@ def _fields(outcome: RunOutcome) -> dict[str, Any]:
         "lost_events": history.lost,
         "process": process.identity(),
         "environment": process.start and process.start.environment,
-        "certain": not killed or history.state is RunState.GONE,
+        "certain": not killed or history.state is Ending.GONE,
         "diagnosis": explain(outcome),
     }
 
@@ -174,7 +174,7 @@ def write_for_killed(
         What is known about the end, if a postmortem was written. None if the run has ended in
         another way, or if its process is still running.
     """
-    killed = history.state in (RunState.GONE, RunState.UNKNOWN)
+    killed = history.state in (Ending.GONE, Ending.UNKNOWN)
     if not killed or history.processes[-1].identity() is None:
         return None
     outcome = outcome_of_killed(history, metrics)
@@ -197,7 +197,7 @@ def outcome_of_killed(history: RunHistory, metrics: Path | None = None) -> RunOu
         The outcome, from which the diagnosis is written. The run may have done more steps.
     """
     process, why = history.processes[-1].identity(), ""
-    if history.state is RunState.UNKNOWN and process is not None:
+    if history.state is Ending.UNKNOWN and process is not None:
         why = f"on {process.host}, whose processes this host cannot see"
     step, lasting, numbers = history.step or 0, Cause(0), {}
     rollbacks = [datetime.fromisoformat(each.time) for each in history.rollbacks if each.time]

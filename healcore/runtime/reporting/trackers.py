@@ -318,7 +318,6 @@ class _TensorBoard:
         self._summaries: Any = summary_pb2
         self._text = text_pb
         self._directory = directory
-        self._last_step = -1
 
     def start(self, run: TrackedRun) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -326,23 +325,18 @@ class _TensorBoard:
         self._writer = EventFileWriter(self._directory or os.path.join("runs", run.id))
         self.flush = self._writer.flush
         self.close = self._writer.close
-        policy = run.config.get("policy_toml", run.config["policy"])
-        self._add(0, summary=self._text("heal/policy", f"```\n{policy}\n```"))
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
-        if step < self._last_step:  # TensorBoard hides the rows that a rollback has undone
-            start = self._events.SessionLog.START
-            self._add(step, session_log=self._events.SessionLog(status=start))
-        self._last_step = step
         scalar = self._summaries.Summary.Value
         scalars = [scalar(tag=name, simple_value=value) for name, value in values.items()]
-        self._add(step, summary=self._summaries.Summary(value=scalars))
+        self._add(step, self._summaries.Summary(value=scalars))
 
     def event(self, event: Mapping[str, Any]) -> None:
-        self._add(event["step"] or 0, summary=self._text("heal/events", event_text(event)))
+        self._add(event["step"] or 0, self._text("heal/events", event_text(event)))
 
-    def _add(self, step: int, **content: Any) -> None:
-        self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, **content))
+    def _add(self, step: int, summary: Any) -> None:
+        event = self._events.Event(wall_time=time.time(), step=step, summary=summary)
+        self._writer.add_event(event)
 
 
 CLIENTS = {"wandb": _Wandb, "trackio": _Trackio, "tensorboard": _TensorBoard}

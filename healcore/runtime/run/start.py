@@ -347,8 +347,7 @@ def _warn_of_lost_steps(run: Run, last_saved: int, saves: Sequence[CheckpointInf
         which = "; ".join(f"{at} ({why})" for at, why in lost.items())
         steps = counted(max(lost) - step, "step is", "steps are")
         run.loop.warn(
-            f"this start begins at step {step}: {steps} lost up to checkpoint {max(lost)}, and "
-            f"trained again, because checkpoints newer than {step} cannot be used: {which}"
+            f"this start begins at step {step}: {steps} lost and trained again; checkpoint {which}"
         )
 
 

@@ -92,7 +92,8 @@ def _show_once(path: Path, *, joins: bool) -> int:
 def _follow(path: Path) -> int:
     """Prints the events of a run until its end. Returns the exit status."""
     from healcore.events import read
-    from healcore.history import RunState, runs_of
+    from healcore.events.models import Ending
+    from healcore.history import runs_of
 
     if not path.exists():
         echo(f"{path} does not exist yet: waiting for the run to start (Ctrl-C ends)", err=True)
@@ -122,14 +123,14 @@ def _follow(path: Path) -> int:
         if events:
             history = runs_of(events_file.by_process())[-1]
         if history is not None and history.end is not None:
-            if history.state is RunState.COMPLETED:
+            if history.state is Ending.COMPLETED:
                 return OK
             return DAMAGED
         if gone and not new:
             echo("the process was killed: it wrote no event of its end", err=True)
             return DAMAGED
         # The process may have written its end before it ended.
-        gone = history is not None and history.state is RunState.GONE
+        gone = history is not None and history.state is Ending.GONE
         time.sleep(POLL_INTERVAL)
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from healcore.console import counted
-from healcore.events.models import EventRecord
-from healcore.history import Counts, Curves, Incident, Mode, RunState
+from healcore.events.models import Ending, EventRecord
+from healcore.history import Counts, Curves, Incident, Mode
 from healcore.history.run_history import RunAttempt
 from healcore.runtime.reporting.diagnosis import STATES
 
@@ -43,7 +43,7 @@ class PageReport(NamedTuple):
     """Counts of the whole run."""
     facts: dict[str, str]
     """Name of a fact -> its text, for the table."""
-    state: RunState | None = None
+    state: Ending | None = None
     """How the run ended, or None for a replay."""
     notes: tuple[str, ...] = ()
     """Sentences about damaged or missing data."""
@@ -99,14 +99,14 @@ class PageReport(NamedTuple):
         return "; ".join(clauses)
 
 
-def ending_text(state: RunState, unrepaired: Sequence[int]) -> str:
+def ending_text(state: Ending, unrepaired: Sequence[int]) -> str:
     """How a run ended, and whether damage is left.
 
     Args:
         state: how the run ended.
         unrepaired: steps at which damage began that was not repaired.
     """
-    if unrepaired and state is RunState.COMPLETED:
+    if unrepaired and state is Ending.COMPLETED:
         return f"{STATES[state]}, with damage"
     return STATES[state]
 

@@ -14,8 +14,8 @@ from healcore.core.errors import HealcoreError
 from healcore.events import read
 from healcore.events.kinds import sentence
 from healcore.events.log import metrics_path, stem
-from healcore.events.models import EventRecord
-from healcore.history import Counts, Curves, Mode, RunHistory, RunState, runs_of
+from healcore.events.models import Ending, EventRecord
+from healcore.history import Counts, Curves, Mode, RunHistory, runs_of
 from healcore.history.curves import read_metrics, thinned
 from healcore.history.run_history import RunAttempt
 from healcore.runtime.reporting import postmortem
@@ -130,7 +130,7 @@ def _report_on(path: Path, history: RunHistory) -> PageReport:
     diagnosis = written.get("diagnosis")
     if not isinstance(diagnosis, str):
         diagnosis = ""
-        if state is RunState.GONE:  # the next start will write the postmortem
+        if state is Ending.GONE:  # the next start will write the postmortem
             outcome = outcome_of_killed(history, metrics)
             diagnosis = explain(outcome)
             written = {
@@ -250,18 +250,18 @@ def _read_postmortem(events: Path, process: str) -> tuple[dict[str, Any], str]:
     return written, ""
 
 
-def _state_of(history: RunHistory, written: dict[str, Any]) -> RunState:
+def _state_of(history: RunHistory, written: dict[str, Any]) -> Ending:
     """The state by the events or, after a kill, by the postmortem of the next process."""
     if history.end is not None or not written:
         return history.state
     ending = written.get("ending")
-    if ending in set(RunState):
-        return RunState(ending)
-    return RunState.ENDED
+    if ending in set(Ending):
+        return Ending(ending)
+    return Ending.ENDED
 
 
 def _facts(
-    path: Path, history: RunHistory, state: RunState, written: dict[str, Any]
+    path: Path, history: RunHistory, state: Ending, written: dict[str, Any]
 ) -> dict[str, str]:
     """Lists the facts of a run for its page, without unknown values.
 
@@ -276,7 +276,7 @@ def _facts(
             first = process.start
         if process.end:
             step_at_end = process.end.step
-    if state in (RunState.GONE, RunState.KILLED) and written.get("step") is not None:
+    if state in (Ending.GONE, Ending.KILLED) and written.get("step") is not None:
         step_at_end = f"{written['step']} or later"
     faults: list[str] = []
     for event in history.of("fault")[-MAX_LINES:]:

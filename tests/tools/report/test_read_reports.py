@@ -19,8 +19,8 @@ from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from healcore.events import Log
-from healcore.events.models import EventRecord, EvidenceRecord
-from healcore.history import Counts, Curves, Incident, Mode, RunState
+from healcore.events.models import Ending, EventRecord, EvidenceRecord
+from healcore.history import Counts, Curves, Incident, Mode
 from healcore.history.run_history import RunAttempt
 from healcore.policy import load
 from healcore.runtime.reporting import postmortem
@@ -270,7 +270,7 @@ def test_a_killed_run_is_explained_before_its_restart(tmp_path):
     """The next start writes the postmortem, and the page says the same before it."""
     events = killed(tmp_path, range(34))
     (report,) = read_reports(events)
-    assert report.state is RunState.GONE
+    assert report.state is Ending.GONE
     assert report.facts["Step at the end"] == "34 or later"
     text = " ".join(report.diagnosis.split())
     assert text.startswith("killed after step 34 or later ")
@@ -383,7 +383,7 @@ def hostile() -> PageReport:
         title=EVIL, mode=Mode.HEAL, policy_name=EVIL, policy_toml=EVIL, fingerprint=EVIL,
         curves=Curves(step, np.exp(-step / 10)),
         incidents=(case,), counts=Counts(1, 1, 2), facts={EVIL: EVIL},
-        state=RunState.UNKNOWN, notes=(EVIL,),
+        state=Ending.UNKNOWN, notes=(EVIL,),
         attempts=(RunAttempt(0.0, EVIL), RunAttempt(0.0, EVIL, 9.0)),
         alarms_outside={3.0: (EVIL,)},
         diagnosis=f"{EVIL}\n  - {EVIL}\n    {EVIL}",
@@ -463,7 +463,7 @@ def test_nothing_is_loaded_and_texts_cannot_become_elements(healed):
 def empty() -> PageReport:
     """A run with no event but its start."""
     rows = Curves(np.zeros(0), np.zeros(0, np.float32))
-    state = RunState.RUNNING
+    state = Ending.RUNNING
     return PageReport("nothing", Mode.HEAL, "default", "", "", rows, (), Counts(), {}, state)
 
 

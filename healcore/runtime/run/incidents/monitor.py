@@ -119,7 +119,6 @@ class IncidentMonitor:
             skips=ledger.skips,
             clips=total("clips"),
             lr_cuts=total("lr_cuts"),
-            dropped=self.run.journal.dropped,
         )
 
     @property
@@ -223,26 +222,25 @@ class IncidentMonitor:
         has_line = bool(lead.action & Action.CUT_LR) and not self.run.policy.observes
         number = 0 if incident is None else incident.number
         for record, alert in rows:
-            for name in names_of(alert if not number else Cause(0)):
-                self._told[f"{record.engine}/{name}"] += 1
-                has_line |= self._reports_all or is_logged(self._told[f"{record.engine}/{name}"])
-        if incident is None:
-            self._told["outside"] += bool(lead.cause)
-            alarms = self._told["outside"]
-        else:
-            alarms = incident.alarms
-        tenth = bool(lead.cause) and passes_power_of_ten(alarms - 1, alarms)
-        has_line |= tenth and is_logged(number)
+            for name in names_of(Cause(0) if number else alert):
+                times = self._count(f"{record.engine}/{name}")
+                has_line |= self._reports_all or is_logged(times)
+        alarms = self._count("outside") if incident is None else incident.alarms
+        has_line |= passes_power_of_ten(alarms - 1, alarms) and is_logged(number)
         for record, alert in rows:
             if not record.cause:
                 continue
-            self._told[f"{number}/{alert}"] += 1
-            is_new = self._told[f"{number}/{alert}"] == 1 if number else has_line
+            is_new = self._count(f"{number}/{alert}") == 1 if number else has_line
             if alarms <= MAX_ALARMS or has_line or record.action:
                 shown = alert if is_new or self._reports_all else Cause(0)
                 is_lead = has_line and record is lead
                 self._write(result, record, shown, incident, alarms, is_lead=is_lead)
         return [record for record, _ in rows]
+
+    def _count(self, alert: str) -> int:
+        """Counts an alert, and returns how often it has occurred."""
+        self._told[alert] += 1
+        return self._told[alert]
 
     def _begins(self, index: int, record: StepRecord) -> Cause:
         """The causes of a record that begin, and on which a rule alerts.
