@@ -61,7 +61,7 @@ def test_an_exhausted_budget_stops_the_run_with_the_reason(framework, tmp_path):
         train(loop, policy, range(40), store=tmp_path)
     text = str(stopped.value)
     last_good = stopped.value.last_good
-    for part in ("budget", "nonfinite loss", "Rolled back from step", f"step {last_good}"):
+    for part in ("budget", "nonfinite loss", "rolled back to checkpoint", f"step {last_good}"):
         assert part in " ".join(text.split())
     (found,) = postmortems(tmp_path)
     assert (found["ending"], found["diagnosis"]) == ("stopped", text)

@@ -199,7 +199,8 @@ def last_line(outcome: RunOutcome) -> str:
 def explain(outcome: RunOutcome) -> str:
     """Writes the diagnosis for a person: a headline, then the findings.
 
-        ended by an exception after step 412: ValueError: ...
+        ended by an exception after step 412
+        Exception: ValueError: ...
         Fault: step 240: nonfinite loss; last finite loss 2.1; skipped; epoch 0 batch 240
         Tried: skipped 1 step
         Check: The loss itself was NaN or Inf. ... (docs/faults.md#nan_loss)
@@ -209,17 +210,15 @@ def explain(outcome: RunOutcome) -> str:
         outcome: how the run has ended.
 
     Returns:
-        The text, in lines of at most 96 characters except for paths.
+        The text. The findings have lines of at most 96 characters except for paths.
     """
-    headline = _headline(outcome)
-    if outcome.exception and outcome.ending == Ending.EXCEPTION:
-        headline += f": {outcome.exception}"
-    return "\n".join(
+    findings = (
         textwrap.fill(
             text, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
         )
-        for text in (headline, *_findings(outcome))
+        for text in _findings(outcome)
     )
+    return "\n".join([_headline(outcome), *findings])
 
 
 def _headline(outcome: RunOutcome) -> str:
@@ -227,6 +226,8 @@ def _headline(outcome: RunOutcome) -> str:
     text = STATES[Ending(outcome.ending)]
     if outcome.ending == Ending.REQUESTED and outcome.why:
         text = f"ended by {outcome.why}"
+    elif outcome.ending == Ending.EXCEPTION and outcome.why:
+        text = f"ended incomplete ({outcome.why})"
     elif outcome.why:
         text += f" ({outcome.why})"
     more = " or later" if outcome.ending == Ending.KILLED else ""
@@ -236,6 +237,8 @@ def _headline(outcome: RunOutcome) -> str:
 def _findings(outcome: RunOutcome) -> Iterator[str]:
     """What a person should know about the end of a run. What is not known has no finding."""
     history = outcome.history
+    if outcome.exception:
+        yield f"Exception: {outcome.exception}"
     if outcome.unrepaired:
         yield f"Not healed: {unrepaired_text(outcome.unrepaired)}"
     found = faults_found(history)
