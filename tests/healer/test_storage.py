@@ -244,8 +244,8 @@ def test_damaged_checkpoints_are_named_and_the_newest_intact_one_is_used(killed,
     assert result.step == 40
     assert loop.faults.order[0] == 10
     assert sorted(event["step"] for event in events(tmp_path, "damaged")) == [15, 20]
-    (line,) = [r.getMessage() for r in caplog.records if "cannot be used" in r.getMessage()]
-    assert "begins at step 10: 10 steps are lost up to checkpoint 20" in line
+    (line,) = [r.getMessage() for r in caplog.records if "this start begins" in r.getMessage()]
+    assert "begins at step 10: 10 steps are lost and trained again; checkpoint 15 (" in line
     assert line.count("damaged") == 2
 
 
