@@ -169,9 +169,6 @@ class EventRecord(_EventsModel):
         "intended_numbers",
         "nothing",
     ] = _maybe("Basis of the verdict, or of the rollback.")
-    rise: Number = _maybe(
-        "Loss of the step's batch with the current weights minus the loss with the earlier weights."
-    )
     loss_before: Number = _maybe(
         "Mean loss when the earlier weights of accepted damage were saved."
     )

@@ -194,8 +194,9 @@ class Rollback(NamedTuple):
     """Batches that a rollback skips after the batches of the incident."""
     confirm: bool = False
     """Whether the `Healer` rolls back only if the weights are not finite or earlier weights are
-    better. Other rollbacks are refused, and do not use the budget. The `Healer` itself applies the
-    rules that roll back for NaN and Inf, because `attach` and `protect` cannot inspect weights."""
+    better. Other rollbacks are refused, and do not use the budget. The rules that roll
+    back for NaN and Inf say after how many such steps the `Healer` looks at the weights: `attach`
+    and `protect` cannot."""
     evidence: Annotated[float, Range(ge=10)] = 1e4
     """With a `loss_fn`: lower bound of the mean number of comparisons per false rollback."""
     nonfinite_state: Literal["alert", "rollback", "stop"] = "rollback"
@@ -428,7 +429,8 @@ class Policy(NamedTuple):
 
     def _is_for_host(self, rule: RuleConfig) -> bool:
         only_nonfinite = not rule.causes & ~int(NONFINITE)
-        return self.rollback.confirm and only_nonfinite and bool(rule.action & Action.ROLLBACK)
+        needs_evidence = self.rollback.confirm and self.mode != "observe"
+        return needs_evidence and only_nonfinite and bool(rule.action & Action.ROLLBACK)
 
     def fault_actions(self) -> dict[Cause, frozenset[str]]:
         """Collects the actions for faults, which the host performs.

@@ -129,7 +129,7 @@ class TrainerAccess:
         """
         run = self._run
         if run.progress.resumed_here and not run.loaders.passes:
-            run.stored_checkpoints.load_step(run.progress.step)
+            run.way_back.load_step(run.progress.step)
 
     @property
     def searches_batch_size(self) -> bool:

@@ -34,7 +34,6 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "over": {"incident": 1, "onset": 4, "last": 6, "cause": Cause.LOSS_SPIKE, "readings": READINGS},
     "assessment": {
         "onset": 4, "cause": Cause.LOSS_SPIKE, "verdict": "damage", "by": "earlier_weights",
-        "rise": 3.5,
     },
     "save": {"why": "regular", "seconds": 0.25},
     "save_failed": {"problem": OSError(28, "No space left on device")},

@@ -200,7 +200,7 @@ def test_a_run_that_skips_most_of_its_data_is_stopped(framework, tmp_path, capsy
     with pytest.raises(RunStopped, match="of 20 steps, 16 were skipped"):
         train(loop, SKIPS, range(20), store=tmp_path)
     assert ended(tmp_path) == ["stopped"]
-    assert "the newest one before the first skipped step" in capsys.readouterr().err
+    assert "the newest one before the trouble" in capsys.readouterr().err
     new_process()
     with pytest.raises(RunStopped):  # and not "nothing to do" with status 0
         train(loop, SKIPS, range(20), store=tmp_path)

@@ -9,7 +9,6 @@ import pytest
 from healcore import CheckpointStore
 from healcore.runtime.data.sources import Sources
 from healcore.runtime.run.checkpoints.saver import Saver
-from healcore.runtime.run.restore.stored import StoredCheckpoints
 from healcore.runtime.run.restore.way_back import WayBack
 from healcore.runtime.store import files
 from tests.healer.simulated_kills import Crash, die_at_the_end
@@ -20,7 +19,7 @@ POINTS = [
     (CheckpointStore, "replace_record"),
     (Saver, "begin_attempt"),
     (Saver, "report_failures"),
-    (StoredCheckpoints, "load_program"),
+    (WayBack, "load_program"),
     (Sources, "seek"),
     (files, "replace"),
 ]

@@ -156,7 +156,7 @@ def test_a_kill_after_the_record_keeps_the_work_that_follows_a_save_in_the_body(
                 healer.save()
 
     def repeat(healer: Any) -> None:
-        assert run_of(healer).way_back.repeat_from(before=8) == 7
+        assert run_of(healer).way_back.before_next_start(7) == 7
         raise Crash
 
     def kill(healer: Any) -> None:

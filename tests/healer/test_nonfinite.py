@@ -90,7 +90,7 @@ def finite_statistics(loop: Any) -> bool:
 
 @BOTH_FRAMEWORKS
 def test_an_array_that_every_batch_spoils_costs_one_batch(framework, tmp_path):
-    """It is infinite after the next batch too, so the program writes it. That is said once."""
+    """It is infinite after the next batch too, so the program writes it. Then it is allowed."""
     policy = policies.load("default", rollback={"probation": 5})
     loop = with_statistics(framework, policy)
     loop.faults = Faults(always={41, 48})  # their alarms have another reason
@@ -99,7 +99,7 @@ def test_an_array_that_every_batch_spoils_costs_one_batch(framework, tmp_path):
     problems = [each["problem"] for each in events(tmp_path, "problem")]
     (line,) = [each for each in problems if "again after a rollback" in each]
     assert "without the batch of step 22, which stays skipped" in line
-    assert "it does not read them" in line
+    assert "are allowed in them from now on" in line
     assert result.last_good is not None
     assert result.last_good > 30
 
@@ -213,8 +213,6 @@ def test_an_array_that_no_loss_reads_is_no_evidence_for_a_rule(tmp_path):
     result = spoilt_run(loop, policy, tmp_path, bad)
     assert not finite_statistics(loop)
     assert result.rollbacks <= 2, "none by the rule"
-    by_rule = [each for each in events(tmp_path, "assessment") if each["cause"]]
-    assert {each["by"] for each in by_rule} == {"nothing"}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ at the same step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from healcore.core.step_record import StepRecord, Why
@@ -130,14 +130,6 @@ class DispatchQueue:
         if not self._read_steps:
             self._read_steps.extend(self._read(*self._queue.popleft()))
         return self._read_steps.popleft()
-
-    def make_due_again(self, steps: Sequence[StepResult]) -> None:
-        """Makes steps due again that `read_all` has yielded, and that nothing has acted on.
-
-        Args:
-            steps: the newest steps that were read, oldest first.
-        """
-        self._read_steps.extendleft(reversed(steps))
 
     def take_count_correction(self) -> int:
         """Number of steps that were read since the last call, minus the expected number.

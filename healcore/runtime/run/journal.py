@@ -107,10 +107,6 @@ class Journal:
     """First step of the current loader. Batch ids of earlier loaders have no meaning in it."""
     batches: list[BatchRange] = field(default_factory=list)
     """The batches of the last steps, oldest first."""
-    rule_hits: dict[str, list[int]] = field(default_factory=dict)
-    """"number of the rule/engine" -> its `RuleState`: streak, age, and the window."""
-    rule_fired: dict[str, int] = field(default_factory=dict)
-    """Engine -> the last step at which a rule fired."""
     last_rates: dict[str, float] = field(default_factory=dict)
     """Engine -> the program's learning rate at the newest step, where it is known."""
     rates: dict[str, float] = field(default_factory=dict)

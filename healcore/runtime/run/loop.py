@@ -414,7 +414,7 @@ class Loop:
             return rollback
         if of_training and not self.run.loaders.epoch_loop.has_more_epochs:
             newest, recovery = self.run.progress.step - 1, self.run.recovery
-            verdict = self.run.witness.decide_at_end(newest)
+            verdict = self.run.witness.decide_at_end()
             if verdict is not None:
                 rollback = recovery.go_back(verdict, newest)
             else:

@@ -33,7 +33,6 @@ from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.out_of_memory import OutOfMemory
 from healcore.runtime.run.program_watch import StructureChanges
 from healcore.runtime.run.progress import RunProgress
-from healcore.runtime.run.restore.stored import StoredCheckpoints
 from healcore.runtime.run.restore.way_back import WayBack
 from healcore.runtime.run.rollback.holding import Holding
 from healcore.runtime.run.rollback.nonfinite import NonfiniteRecovery
@@ -59,7 +58,6 @@ class Run:
                         +- recovery, nonfinite_recovery,                what is decided
                         |  out_of_memory, stopping
                         +- schedule, saver,                             checkpoints
-                        |  stored_checkpoints
                         +- way_back                                     restores
 
     `construct` makes the parts in the order of the fields. No part replaces another one. A part
@@ -109,8 +107,6 @@ class Run:
     """Compares the weights with earlier weights."""
     saver: Saver = field(init=False)
     """Saves and deletes checkpoints, and knows which are finite, damaged or known-good."""
-    stored_checkpoints: StoredCheckpoints = field(init=False)
-    """Reads the checkpoints that all ranks can load."""
     way_back: WayBack = field(init=False)
     """Continues the run from a checkpoint, at a start and at a rollback."""
     nonfinite_recovery: NonfiniteRecovery = field(init=False)
@@ -188,7 +184,6 @@ def construct(
     run.holding = Holding(run)
     run.witness = Witness(run, loss_fn, options.loss_fn_cost)
     run.saver = Saver(run, options.checkpoints.keep)
-    run.stored_checkpoints = StoredCheckpoints(run)
     run.way_back = WayBack(run)
     run.nonfinite_recovery = NonfiniteRecovery(run)
     run.stopping = Stopping(run)

@@ -43,7 +43,7 @@ class StructureChange(NamedTuple):
     """Epoch of this step."""
 
 
-SCHEMA = 13
+SCHEMA = 14
 
 
 @dataclass(kw_only=True)

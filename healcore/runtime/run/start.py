@@ -143,7 +143,7 @@ def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
         StoreNotEmpty: the store holds a run that this start must not continue.
         NoGoodCheckpoint: the store holds a run, and none of its checkpoints can be used.
     """
-    requests, stored = run.end_requests, run.stored_checkpoints
+    requests, stored = run.end_requests, run.way_back
     history, kill_text = _read_previous_process(run)
     last_saved = _last_saved(run, history)
     if any(run.ranks.gather(requests.stop_file_found)):
@@ -303,7 +303,7 @@ def _resume(run: Run, record: RunRecord, newest: RunRecord | None) -> None:
         newest: the newest record in the store, or None.
     """
     run.store.nonfinite_ok += tuple(record.nonfinite_ok)
-    saves = record.attempt_history.with_status(run.stored_checkpoints.listed())
+    saves = record.attempt_history.with_status(run.way_back.listed())
     usable = [each.step for each in saves if each.is_usable]
     try:
         step, random_states = run.way_back.resume(newest, usable[::-1])

@@ -78,13 +78,10 @@ class Trouble:
     """Names of the arrays with NaN or Inf, if a save has shown the trouble."""
     exact: bool = False
     """Whether `batches` is the one batch that makes the arrays NaN or Inf."""
-    trains_on: bool = False
-    """Whether healthy steps have followed NaN or Inf in `arrays`, so that the run does not train on
-    them."""
     better_step: int | None = None
     """Step of the better earlier weights, or None."""
-    rise: float | None = None
-    """Loss of the newest batch, current minus better weights; None if unknown or not finite."""
+    loss_before: float | None = None
+    """The mean loss when these weights were saved, or None if it is not known."""
     intended: str = ""
     """The held numbers that are intended, and their values; or empty."""
 

@@ -27,16 +27,3 @@ def test_batches_of_an_undone_accumulation_belong_to_no_later_step():
     queue.push(dispatch_of(record()), DispatchStart(0, (BatchId(0, 1),)))
     (update,) = queue.read_all()
     assert update.batches == (BatchId(0, 1),)
-
-
-def test_steps_that_are_put_back_are_due_again_before_all_others():
-    """A rollback that was not possible has read them, and their own orders are still open."""
-    queue = DispatchQueue()
-    for index in range(3):
-        queue.push(dispatch_of(record()), DispatchStart(index, ()))
-    assert queue.read_next().index == 0
-    unread = list(queue.read_all())
-    queue.push(dispatch_of(record()), DispatchStart(3, ()))
-    queue.make_due_again(unread)
-    assert queue.has_due()
-    assert [each.index for each in queue.read_all()] == [1, 2, 3]

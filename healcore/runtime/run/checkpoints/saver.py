@@ -405,7 +405,7 @@ class Saver:
     def listed(self) -> list[CheckpointInfo]:
         """The checkpoints in the store with their statuses, as this rank sees them.
 
-        `StoredCheckpoints.listed` returns the checkpoints that all ranks see.
+        `WayBack.listed` returns the checkpoints that all ranks see.
 
         Raises:
             StoreError: the store cannot be read.

@@ -44,7 +44,7 @@ def incomplete_run_error(run: Run, *, judges_weights: bool = True) -> BaseExcept
     if taken and not state.was_used:
         # The position in the data after these steps is unknown: a start from the last state would
         # train the same batches again.
-        earlier = run.way_back.repeat_from(before=step)
+        earlier = run.way_back.before_next_start(step - 1)
         start = step if earlier is None else earlier
         why = "the loop took its steps without the Healer"
         return IncompleteRun(
@@ -110,7 +110,7 @@ def stop_if_not_trained(run: Run, *, judges_weights: bool = True) -> None:
     run.stopping.stop(
         "the data have ended, and the run has not trained on most of them: of "
         f"{total} steps, {not_taken} were skipped{undone}",
-        repeats_skips=True,
+        onset=next(iter(run.journal.unhealthy), run.progress.step),
     )
 
 

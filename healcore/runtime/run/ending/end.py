@@ -301,7 +301,7 @@ def _save_completed(run: Run, by: EndedBy, *, together: bool, replaced: str) -> 
         return "another rank has failed or has not ended its loop"
     if run.loop.state.is_complete:
         if by != "exit" and run.driver.state_is_in_place and not has_trainer:
-            load = partial(run.stored_checkpoints.load_step, step)
+            load = partial(run.way_back.load_step, step)
             _try(run, "the saved state could not be loaded again", load)
         return ""
     if replaced:

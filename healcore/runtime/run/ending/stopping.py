@@ -43,7 +43,6 @@ class Stopping:
         error: BaseException | None = None,
         fault: Cause = Cause(0),  # noqa: B008 -- immutable
         onset: int | None = None,
-        repeats_skips: bool = False,
     ) -> NoReturn:
         """Stops the run with a diagnosis.
 
@@ -54,8 +53,6 @@ class Stopping:
             error: the exception that is the reason, or None. It becomes the cause of RunStopped.
             fault: what kind of failure `error` is, or no flags without `error`.
             onset: step at which the trouble begins, or None for the last unhealthy steps.
-            repeats_skips: whether the next start repeats the steps since the first skipped step,
-                also if no rollback was tried for them.
 
         Raises:
             RunStopped: always.
@@ -63,7 +60,7 @@ class Stopping:
         if error is None:
             if onset is None:
                 onset = self.run.journal.first_consecutive(self.run.journal.next_step - 1)
-            self.run.way_back.after_stop(onset, repeats_skips=repeats_skips)
+            self.run.way_back.before_next_start(onset)
         self.count_last_steps()
         outcome = RunOutcome.of(self.run, Ending.STOPPED, why, fault=fault)
         text = explain(outcome)

@@ -1,7 +1,7 @@
 """`WayBack`: continues the run from a checkpoint. A rollback is a resume in the same process.
 
     choose      the checkpoints to try, the best first (a rollback; a start has its own rule)
-    load        read and check the first intact one, put it into the live run
+    load        read and check the first one that is intact on every rank, put it into the live run
     rewind      loaders and random states
     continue    what is known of the steps comes back with the checkpoint; the envelope is held
     commit      replace the record of the checkpoint by one rename (a rollback)
@@ -9,22 +9,30 @@
 All checks pass before live state changes. A process that is killed before the rename has changed
 nothing on disk, and its successor finds the trouble again. After the rename every start resumes
 from this checkpoint.
+
+Reading is collective. A rank may lack a checkpoint, or find it damaged, that the others could load:
+its copy in memory is gone, or its disk has a fault. All ranks then take the next older one, because
+weights of different steps would not fit together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from healcore.runtime.data.positions import positions_of_other_ranks
+from healcore.core.decision import Cause
+from healcore.runtime.data.positions import check_positions, positions_of_other_ranks
 from healcore.runtime.data.readers import RewindObstacle
 from healcore.runtime.data.sources import OTHER_LOADER
 from healcore.runtime.driver import Engines, Rates
+from healcore.runtime.faults.classification import classify
 from healcore.runtime.run.checkpoints.saver import SaveReason
-from healcore.runtime.run.data_state import SavedDataState
+from healcore.runtime.run.data_state import DATA_STATE_ITEM, SavedDataState
 from healcore.runtime.run.engine_states import (
+    compatible_states,
     engines_after_rollback,
     engines_of_new_start,
     rates_of,
@@ -32,25 +40,55 @@ from healcore.runtime.run.engine_states import (
 )
 from healcore.runtime.run.envelope import Envelope, SavedRate
 from healcore.runtime.run.healthy_ranges import HealthyValues
-from healcore.runtime.run.restore.stored import SavedCheckpoint
 from healcore.runtime.run.rollback.rate_limits import limit_rates
 from healcore.runtime.run.rollback.remedy import Outcome, Remedy
 from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.run.trouble import RollbackRecord, Trouble
 from healcore.runtime.store.checkpoints import (
+    MEMORY,
+    CheckpointDamaged,
+    CheckpointInfo,
+    CheckpointNotFound,
     NoGoodCheckpoint,
     StateMismatch,
     StoreError,
     choose_checkpoints,
 )
-from healcore.runtime.store.ranks import broadcast, run_on_first
+from healcore.runtime.store.ranks import RankFailed, broadcast, run_on_first
+from healcore.runtime.store.values import attribute
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
 
+T = TypeVar("T")
+
+
+class SavedCheckpoint(NamedTuple):
+    """The content of a checkpoint, after its checks and before any use.
+
+    All parts are decoded before the first part is loaded. A checkpoint with one unreadable part
+    then changes nothing, and an older checkpoint can be tried.
+    """
+
+    step: int
+    """Step of the checkpoint."""
+    state: dict[str, Any]
+    """The user's state, without healcore's item."""
+    record: RunRecord
+    """Healcore's record, or an empty one if another program has saved the checkpoint."""
+    engines: Engines
+    """The engine states that fit this policy, by engine name."""
+    data_state: SavedDataState | None
+    """Random states and positions of the loaders, or None if they cannot be used."""
+
+    @property
+    def position(self) -> dict[str, Any] | None:
+        """Positions of the loaders, or None."""
+        return None if self.data_state is None else self.data_state.data
+
 
 class WayBack:
-    """Continues the run from a checkpoint: at a start, and at a rollback.
+    """Lists and loads checkpoints, and continues the run from one: at a start, and at a rollback.
 
     It does not decide whether to roll back, and what is held: that is the table of
     `rollback/remedy.py`. A restore is collective: either every rank loads the same checkpoint, or
@@ -63,12 +101,191 @@ class WayBack:
     def __init__(self, run: Run) -> None:
         self.run = run
 
-    def continue_from(
-        self,
-        saved: SavedCheckpoint,
-        own: RunRecord,
-        envelope: Envelope,
-        weights: Mapping[int, Any] = {},
+    # -- the checkpoints of all ranks -----------------------------------------------------------
+
+    def listed(self) -> list[CheckpointInfo]:
+        """The checkpoints that every rank lists, as rank 0 sees them. Collective."""
+        of_ranks = self.run.ranks.gather(self.run.saver.listed())
+        common = set.intersection(*({saved.step for saved in saves} for saves in of_ranks))
+        return [saved for saved in of_ranks[0] if saved.step in common]
+
+    def records(self) -> dict[int, RunRecord]:
+        """The records of the checkpoints on disk and in memory. Reads no arrays. Collective.
+
+        Returns:
+            Step -> its record. One that cannot be read is left to the restore, which reports it.
+        """
+        stored: Mapping[int, Mapping[str, Any]] = {}
+        if self.run.ranks.rank == 0:
+            with suppress(StoreError):
+                stored = self.run.store.records()
+        found: dict[int, RunRecord] = {}
+        for step, each in broadcast(self.run.ranks, stored).items():
+            with suppress(Exception):
+                found[step] = RunRecord.of(each)
+        return found
+
+    def newest_record(self) -> RunRecord | None:
+        """The record of the newest step of the latest attempt, or None. Collective."""
+        records = self.records().values()
+        return max(records, key=lambda each: (len(each.attempts), each.step), default=None)
+
+    def find_damage(self) -> None:
+        """Reports checkpoints that are too damaged for a listing. Collective.
+
+        Rank 0 looks for them, and all ranks report the same. A store that cannot be read reports
+        nothing here: the restore raises about it.
+        """
+        damaged = []
+        with suppress(StoreError):  # a missing disk is reported where it is needed
+            damaged = self.run.store.damaged()
+        for error in broadcast(self.run.ranks, damaged):
+            self.run.saver.report_damage(error)
+
+    # -- loading --------------------------------------------------------------------------------
+
+    def load_first_intact(
+        self, steps: Sequence[int], load: Callable[[SavedCheckpoint], T]
+    ) -> tuple[T, SavedCheckpoint]:
+        """Calls `load` with the first checkpoint that all ranks can load. Collective.
+
+        A checkpoint with intact digests counts as damaged if its values cannot be loaded. If no
+        checkpoint can be loaded, a part of the live state may have changed.
+
+        Args:
+            steps: steps of the checkpoints to try, the best first.
+            load: puts a checkpoint into the live run. It raises StateMismatch if the checkpoint
+                does not fit, and any other exception if its values are damaged.
+
+        Returns:
+            The result of `load`, and the checkpoint.
+
+        Raises:
+            NoGoodCheckpoint: no checkpoint of `steps` can be loaded on all ranks.
+            StateMismatch: the first intact checkpoint does not fit the live state.
+        """
+        problems: list[str] = []
+        for step in steps:
+            try:
+                saved = self._adapted_to_world(self._on_all_ranks(step, partial(self._read, step)))
+                return self._on_all_ranks(step, partial(load, saved)), saved
+            except CheckpointNotFound:
+                continue
+            except CheckpointDamaged as error:
+                problems.append(str(error))
+                self.run.saver.report_damage(error)
+        reasons = "; ".join(problems) or "none of them is on every rank"
+        raise NoGoodCheckpoint(f"no checkpoint of steps {list(steps)} can be restored: {reasons}")
+
+    def _on_all_ranks(self, step: int, action: Callable[[], T]) -> T:
+        """Reads or loads a checkpoint. If a rank fails, all ranks raise. Collective.
+
+        Raises:
+            CheckpointNotFound: a rank lacks the checkpoint.
+            CheckpointDamaged: a rank cannot use it.
+            Exception: the state does not fit, or memory is exhausted, so that an older checkpoint
+                would not help.
+        """
+        result: Any = None
+        failure: Exception | None = None
+        try:
+            result = action()
+        except StateMismatch as error:
+            failure = replace(error, step=step)
+        except Exception as error:
+            failure = error
+        ends = isinstance(failure, StateMismatch | RankFailed)
+        ends = ends or (failure is not None and classify(failure).cause is Cause.OOM)
+        lacks = isinstance(failure, CheckpointNotFound)
+        outcomes = self.run.ranks.gather((ends, lacks, failure is not None))
+        if not any(fails for *_, fails in outcomes):
+            return result
+        failure = failure or RankFailed("another rank cannot load it")
+        if any(ends for ends, *_ in outcomes) or isinstance(failure, CheckpointDamaged):
+            raise failure
+        if any(lacks for _, lacks, _ in outcomes):
+            raise CheckpointNotFound(step, (), MEMORY)
+        why = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
+        text = f"holds values that healcore does not write ({why})"
+        raise CheckpointDamaged(step, self.run.store.place or MEMORY, "its content", text)
+
+    def _read(self, step: int) -> SavedCheckpoint:
+        """Reads and checks a checkpoint. Malformed values raise any exception."""
+        run = self.run
+        state, saved_record = run.store.restore(step, run.saver.items())
+        data_state = SavedDataState.read(state.pop(DATA_STATE_ITEM, None))
+        record = RunRecord(first_step=step, step=step, world=run.ranks.world)
+        if saved_record is not None:
+            record = RunRecord.of(saved_record)
+            if record.step != step:
+                raise StoreError(f"its record is of step {record.step}")
+            if data_state is None and record.world == run.ranks.world:
+                raise StoreError("it has no random states and positions of the loaders")
+        check_positions({"epoch": 0, "trained": None, "sources": record.forward})
+        if data_state is not None:
+            check_positions(data_state.data)
+        engines, problem = compatible_states(run.policy.engine, record.engines)
+        if problem:
+            run.log.event("problem", step=run.progress.step or step, problem=problem)
+        return SavedCheckpoint(step, state, record, engines, data_state)
+
+    def _adapted_to_world(self, saved: SavedCheckpoint) -> SavedCheckpoint:
+        """Adapts this rank's part if the number of ranks has changed: all continue as rank 0.
+
+        Random generators stay as the program has set them: added ranks have no saved state.
+        """
+        run, saved_by = self.run, saved.record.world
+        world = run.ranks.world
+        if saved_by == world:
+            return saved
+        parts = run.ranks.gather(saved.position)
+        wrong = []
+        for name, item in run.saver.items().items():
+            if name != DATA_STATE_ITEM and attribute(item, "per_rank"):
+                wrong.append(
+                    f'"{name}" was saved in {saved_by} parts, one for each rank, but the number of '
+                    f"ranks is {world} now"
+                )
+        first, *others = [_places(part) for part in parts[:saved_by]]
+        if any(each != first for each in others):
+            wrong.append(f"its {saved_by} ranks were at different batches of their loaders")
+        if wrong:
+            raise StateMismatch(saved.step, wrong)
+        run.log.problem(
+            saved.step,
+            f"checkpoint {saved.step} was saved by {saved_by} ranks, but this run has {world}: the "
+            "saved random generators are not used; the loaders begin the epoch again and discard "
+            "the batches before the checkpoint",
+        )
+        if parts[0] is None:
+            return saved._replace(data_state=None)
+        moved = positions_of_other_ranks(parts[0]["sources"], saved_by)
+        positions = {**parts[0], "sources": moved}
+        return saved._replace(data_state=SavedDataState({}, {}, positions))
+
+    def load_program(self, saved: SavedCheckpoint, engines: Engines) -> None:
+        """Puts the program's state of a checkpoint into the live run, and nothing else.
+
+        Args:
+            saved: the checkpoint.
+            engines: engine states to load with it.
+        """
+        self.run.driver.load(saved.state, engines)
+
+    def load_step(self, step: int) -> None:
+        """Loads the program's state of a checkpoint, without healcore's record.
+
+        The engines keep their states, and no step is undone.
+
+        Args:
+            step: step of the checkpoint.
+        """
+        self.load_program(self._read(step), {})
+
+    # -- the one way back -----------------------------------------------------------------------
+
+    def _continue_from(
+        self, saved: SavedCheckpoint, envelope: Envelope, weights: Mapping[int, Any] = {}
     ) -> None:
         """Continues the run from a checkpoint that was loaded, at a start and at a rollback.
 
@@ -76,13 +293,12 @@ class WayBack:
 
         Args:
             saved: the checkpoint.
-            own: its record.
             envelope: what is held from then on.
             weights: step -> weights of that step, for comparisons with it, besides those in memory.
         """
         run = self.run
-        run.record.go_back_to(own)
-        run.witness.continue_from(own.comparisons, saved.step, weights)
+        run.record.go_back_to(saved.record)
+        run.witness.continue_from(saved.record.comparisons, saved.step, weights)
         run.holding.hold(envelope, saved.step)
         run.saver.begin_attempt(saved.step)
         run.monitor.read_engines()
@@ -103,17 +319,17 @@ class WayBack:
                 not fit.
             StoreError: the store cannot be read.
         """
-        saver, onset = self.run.saver, trouble.onset
+        run, onset = self.run, trouble.onset
+        saver, changes = run.saver, run.record.changes
         saver.wait()
         saver.end_probation(before=onset)
-        self.run.stored_checkpoints.find_damage()
+        self.find_damage()
         if trouble.better_step is not None:
             onset, tried = trouble.better_step, ()
-        initial = [self.run.record.first_step]
+        initial = [run.record.first_step]
         if saver.started_from is not None:
             initial.append(saver.started_from)
-        saves, changes = self.run.stored_checkpoints.listed(), self.run.record.changes
-        fitting = saves
+        saves = fitting = self.listed()
         if changes:  # the run with the new structure begins with the first save after the change
             fitting = [each for each in saves if each.step > changes[-1].step and each.is_usable]
             initial += [each.step for each in fitting[:1]]
@@ -153,29 +369,40 @@ class WayBack:
             StoreError: the store cannot be read.
         """
         run, accepts = self.run, chosen.outcome is Outcome.ACCEPT
-        live, rates = run.driver.engines(), run.driver.learning_rates()
+        engine, live, rates = run.policy.engine, run.driver.engines(), run.driver.learning_rates()
         lr_scale = run.metrics.lr_scale
-        undone = chosen.envelope.rates if accepts else {}
 
-        # Load.
-        load = partial(self._load_target, undone, live)
-        engines, saved = run.stored_checkpoints.load_first_intact(steps, load, run.progress.step)
+        def load(saved: SavedCheckpoint) -> Engines:
+            engines = engines_after_rollback(engine, live, saved.engines)
+            if accepts:
+                engines = with_rates(engines, chosen.envelope.rates)
+            self.load_program(saved, engines)
+            return engines
+
+        engines, saved = self.load_first_intact(steps, load)
 
         # Hold.
-        own = saved.record or RunRecord(step=saved.step)
-        healthy = run.record.healthy.with_better(own.healthy)
-        at_fault = self._fault_rates(live, rates, healthy) if chosen.limits_rate else None
+        own = saved.record
+        own.healthy = run.record.healthy.with_better(own.healthy)
         before = replace(run.holding.envelope, rates=self._rates_before(live, saved))
+        envelope = replace(chosen.envelope, rates={})
+        at_fault: dict[str, float] = {}
+        if chosen.limits_rate:
+            at_fault = self._fault_rates(live, rates, own.healthy)
         after = limit_rates(
-            run.policy.engine,
+            engine,
             engines,
             at_fault,
             run.driver.learning_rates(saved.engines),
             # No step has been trained at the rate of the very first state.
             healthy=saved.step > run.record.first_step or chosen.is_last,
-            learnt=healthy,
+            learnt=own.healthy,
         )
-        envelope = replace(chosen.envelope, rates={})
+        lowest = min(
+            after.scales,
+            key=lambda name: (after.scales[name], name not in after.limits),
+            default="",
+        )
 
         # Rewind.
         new = envelope.beyond(before).left_out
@@ -183,13 +410,9 @@ class WayBack:
         run.loaders.skip(new, more, before.beyond(envelope).left_out)
         obstacle = run.loaders.seek(saved.position)
         lost = self._lost_steps(saved.step, obstacle)
-        why_lost = obstacle.reason if obstacle is not None and lost else ""
-        skipped_steps = run.step_batches.steps_of(len({*new}))
-        lowest = min(
-            after.scales,
-            key=lambda name: (after.scales[name], name not in after.limits),
-            default="",
-        )
+        if saved.data_state is not None:  # after the loaders, which draw random numbers
+            run.data_state.set_random_states(saved.data_state)
+        undone = run.progress.step - saved.step - lost - run.step_batches.steps_of(len({*new}))
         done = RollbackRecord(
             trouble=trouble,
             accepts=accepts,
@@ -199,22 +422,20 @@ class WayBack:
             number=len(run.ledger.rollbacks) + 1,
             step=run.progress.step,
             checkpoint=saved.step,
-            repeated=max(run.progress.step - saved.step - lost - skipped_steps, 0),
+            repeated=max(undone, 0),
             lost=lost,
-            why_lost=why_lost,
+            why_lost=obstacle.reason if obstacle is not None and lost else "",
             rewind_obstacle="" if obstacle is None else str(obstacle),
             engine=lowest,
             lr=rates.get(lowest),
-            lr_at_fault=None if at_fault is None else at_fault.get(lowest),
+            lr_at_fault=at_fault.get(lowest),
             lr_limit=after.limits.get(lowest),
             lr_scale=after.scales.get(lowest, 1.0),
             lr_scale_before=lr_scale,
         )
         run.ledger.add_rollback(done)
-        if saved.data_state is not None:  # after the loaders, which draw random numbers
-            run.data_state.set_random_states(saved.data_state)
         run.driver.load(None, after.engines)
-        self.continue_from(saved, replace(own, healthy=healthy), envelope)
+        self._continue_from(saved, envelope)
         self._commit_rollback(done)
         return done
 
@@ -226,15 +447,14 @@ class WayBack:
         multiplier, whatever the rate is.
         """
         highest = self.run.journal.rates
-        engine, at_fault = self.run.policy.engine, dict[str, float]()
-        for name, state in live.items():
-            scale = float(engine.from_dict(state).lr.scale)
-            rate = rates.get(name)
-            at_fault[name] = (1.0 if rate is None else rate) * scale
-            if not engine.limits_lr:
-                at_fault[name] = scale
-            elif name in highest and healthy.healthy_rate(name, highest[name]) < highest[name]:
-                at_fault[name] = highest[name]
+        limits, at_fault = self.run.policy.engine.limits_lr, dict[str, float]()
+        for name, each in live.items():
+            scale = float(each["state"]["lr"]["scale"])
+            rate = rates.get(name) if limits else None
+            at_fault[name] = scale if rate is None else rate * scale
+            seen = highest.get(name)
+            if limits and seen is not None and healthy.healthy_rate(name, seen) < seen:
+                at_fault[name] = seen
         return broadcast(self.run.ranks, at_fault)
 
     def _rates_before(self, live: Engines, saved: SavedCheckpoint) -> dict[str, SavedRate]:
@@ -243,19 +463,8 @@ class WayBack:
         The live multiplier may be cut already, by the step that has asked for the rollback. But a
         checkpoint from before an earlier rollback does not know the ceilings of that rollback.
         """
-        known = None if saved.record is None else len(saved.record.ledger.rollbacks)
-        if saved.engines and known == len(self.run.ledger.rollbacks):
-            return rates_of(saved.engines)
-        return rates_of(live)
-
-    def _load_target(
-        self, undone: Mapping[str, SavedRate], live: Engines, saved: SavedCheckpoint
-    ) -> Engines:
-        """Loads the target of a rollback. Returns the engine states that are loaded with it."""
-        engines = engines_after_rollback(self.run.policy.engine, live, saved.engines)
-        engines = with_rates(engines, undone)
-        self.run.stored_checkpoints.load_program(saved.state, engines)
-        return engines
+        same = len(saved.record.ledger.rollbacks) == len(self.run.ledger.rollbacks)
+        return rates_of(saved.engines if saved.engines and same else live)
 
     def _lost_steps(self, target: int, obstacle: RewindObstacle | None) -> int:
         """Steps since `target` that the loop does not repeat, where the data was not rewound.
@@ -296,11 +505,11 @@ class WayBack:
 
         def load(saved: SavedCheckpoint) -> None:
             if driver.state_is_in_place:
-                self.run.stored_checkpoints.load_program(saved.state, engines)
+                self.load_program(saved, engines)
 
         self.run.saver.wait()
         try:
-            _, saved = self.run.stored_checkpoints.load_first_intact([step], load)
+            _, saved = self.load_first_intact([step], load)
         except StateMismatch as error:
             self.run.log.problem(
                 step,
@@ -333,142 +542,111 @@ class WayBack:
             StateMismatch: the newest intact one is of another state. An older checkpoint that fits
                 would lose the steps since then.
         """
+        run = self.run
         try:
-            weights, saved = self.run.stored_checkpoints.load_first_intact(
-                steps, self._load_resumed
-            )
+            weights, saved = self.load_first_intact(steps, self._load_resumed)
         except StateMismatch as error:
-            where = self.run.store.place
-            raise replace(error, where=where, advice=_advice_for(newest)) from None
-        own = saved.record or RunRecord(first_step=saved.step, step=saved.step)
-        self.run.record.continue_run(newest or own)
-        self.run.loaders.resume_skipped(own.skipped)
+            advice = _advice_for(newest)
+            raise replace(error, where=run.store.place, advice=advice) from None
+        own = saved.record
+        run.record.continue_run(newest or own)
+        run.loaders.resume_skipped(own.skipped)
         positions = saved.position
         if positions is not None and own.repeats_undone_steps(saved.step):
             kept = own.forward
-            if own.world != self.run.ranks.world:
+            if own.world != run.ranks.world:
                 kept = positions_of_other_ranks(kept, own.world)
             positions = {**positions, "sources": {**positions["sources"], **kept}}
-        self.run.loaders.seek(positions)
-        self.continue_from(saved, own, own.envelope, weights)
-        epochs = [each.epoch for each in self.run.record.changes]
-        self.run.loaders.epoch_loop.changed_in = max(epochs, default=None)
+        run.loaders.seek(positions)
+        self._continue_from(saved, own.envelope, weights)
+        epochs = [each.epoch for each in run.record.changes]
+        run.loaders.epoch_loop.changed_in = max(epochs, default=None)
         # Drops the changes that the restart has made: they are not the program's.
-        self.run.driver.structure_changes()
+        run.driver.structure_changes()
         if own.last_regular is not None:
-            self.run.schedule.last_regular = own.last_regular
+            run.schedule.last_regular = own.last_regular
         return saved.step, saved.data_state
 
     def _load_resumed(self, saved: SavedCheckpoint) -> dict[int, Any]:
         """Loads the state of a checkpoint of an earlier process.
 
         Returns:
-            Step -> weights of that step, which a comparison needs.
+            Step -> weights of that step, which a comparison needs. A checkpoint that some rank
+            cannot load is left out.
         """
-        own = saved.record or RunRecord(step=saved.step)
-        needed: list[int] = []
-        if self.run.witness.is_enabled:
-            needed = [each.step for each in own.comparisons.anchors]
-        weights = self._copies(needed, saved.step)
-        self.run.stored_checkpoints.load_program(saved.state, saved.engines)
-        if saved.step in needed:
-            weights[saved.step] = self.run.driver.copy_weights()
-        return weights
-
-    def _copies(self, needed: Sequence[int], resumed: int) -> dict[int, Any]:
-        """The weights of the needed checkpoints before the resumed one; changes live state.
-
-        A checkpoint that some rank cannot load is skipped. The resumed one is not affected.
-        """
-        copies: dict[int, Any] = {}
+        run, own, copies = self.run, saved.record, dict[int, Any]()
+        needed = [each.step for each in own.comparisons.anchors if run.witness.is_enabled]
         for step in needed:
-            if step >= resumed:
+            if step >= saved.step:
                 continue
-            weights = None
             try:
-                self.run.stored_checkpoints.load_step(step)
-                weights = self.run.driver.copy_weights()
+                self.load_step(step)
+                copies[step] = run.driver.copy_weights()
             except Exception as error:
                 problem = f"the weights of checkpoint {step} cannot be compared: {error}"
-                self.run.log.event("problem", step=resumed, problem=problem)
-            if all(self.run.ranks.gather(weights is not None)):
-                copies[step] = weights
+                run.log.event("problem", step=saved.step, problem=problem)
+            if not all(run.ranks.gather(step in copies)):
+                copies.pop(step, None)
+        self.load_program(saved, saved.engines)
+        if saved.step in needed:
+            copies[saved.step] = run.driver.copy_weights()
         return copies
 
     # -- an end ---------------------------------------------------------------------------------
 
-    def after_stop(self, onset: int, *, repeats_skips: bool) -> None:
-        """Lets the next start take the oldest snapshot that was restored for the trouble of a stop.
+    def before_next_start(self, onset: int) -> int | None:
+        """Lets the next start begin before the trouble of a run that stops. Collective.
 
-        What was tried for it has not helped, so the start begins with what was held before, and
-        with the budgets and rates of a new run. Collective. If the record cannot be written, the
-        log says so, because the run stops all the same.
+        It takes the oldest snapshot that was restored for the trouble. What was tried for it has
+        not helped, so the start begins with what was held before, and with the budgets and rates of
+        a new run. Without such a snapshot it takes the newest one before the trouble. If the record
+        cannot be written, the log says so, because the run ends all the same.
 
         Args:
             onset: step at which the trouble begins.
-            repeats_skips: whether the next start repeats the steps since the first skipped step,
-                also if no rollback was tried for them.
+
+        Returns:
+            The step of the checkpoint, or None if the next start resumes from the newest one: where
+            no snapshot is usable or on disk, or where a trainer saves.
         """
-        run = self.run
+        run, before = self.run, None
         tries = run.ledger.same_trouble(onset, run.policy.rollback.probation)
-        step, which, before = None, "the oldest one that a rollback has restored", None
+        which = "the newest one before the trouble"
         if tries:
-            step, before = min(each.checkpoint for each in tries), tries[0].before
-            which += "; the rates, batches and values that the rollbacks have changed are undone"
+            before = tries[0].before
+            which = (
+                "the oldest one that a rollback has restored; the rates, batches and values that "
+                "the rollbacks have changed are undone"
+            )
         try:
             run.saver.wait()
-            if not tries and repeats_skips:
-                which = "the newest one before the first skipped step"
-                first_skip = next(iter(run.journal.unhealthy), run.progress.step)
-                step = self._newest_usable(before=first_skip + 1)
-            if step is None or not self._begin_next_start(step, before):
-                return
-            run.log.info(
-                f"the next start resumes from the checkpoint of step {step}, {which}. Mend the "
-                "program, and start it again"
-            )
+            steps = [each.checkpoint for each in tries]
+            if not tries:
+                saves = run.saver.listed()
+                usable = [each.step for each in saves if each.is_usable and each.step <= onset]
+                steps = usable[-1:]
+            saved = self.records().get(min(steps, default=-1))
+            if saved is None or run.store.trainer_save is not None or not run.store.durable:
+                return None
+            self._begin_next_start(saved, before)
         except (StoreError, OSError) as error:
             problem = f"the stop could not be written: {error}; a restart begins with the limits"
             run.log.problem(run.progress.step, f"{problem} and the skipped batches of today")
-
-    def repeat_from(self, *, before: int) -> int | None:
-        """Makes the next start resume from the newest checkpoint before a step. Collective.
-
-        Args:
-            before: steps from here on are repeated.
-
-        Returns:
-            The step of the checkpoint, or None if the next start resumes from the newest one.
-        """
-        try:
-            step = self._newest_usable(before=before)
-            if step is not None and self._begin_next_start(step):
-                return step
-        except (StoreError, OSError):
-            pass
-        return None
-
-    def _newest_usable(self, *, before: int) -> int | None:
-        """Step of the newest usable checkpoint before a step, or None without one."""
-        saves = self.run.saver.listed()
-        return max(
-            (each.step for each in saves if each.step < before and each.is_usable), default=None
+            return None
+        run.log.info(
+            f"the next start resumes from the checkpoint of step {saved.step}, {which}. Mend the "
+            "program, and start it again"
         )
+        return saved.step
 
-    def _begin_next_start(self, step: int, before: Envelope | None = None) -> bool:
+    def _begin_next_start(self, saved: RunRecord, before: Envelope | None) -> None:
         """Begins an attempt at a checkpoint on disk only: a rollback that the next start completes.
 
         Args:
-            step: step of the checkpoint.
+            saved: the record of the checkpoint.
             before: what was held before the tries of a run that stops, which are undone; or None.
-
-        Returns:
-            Whether the record was written. It is not without a disk, or if a trainer saves.
         """
-        run, now = self.run, self.run.record
-        saved = run.stored_checkpoints.records().get(step)
-        if saved is None or run.store.trainer_save is not None or not run.store.durable:
-            return False
+        run, now, step = self.run, self.run.record, saved.step
         record = now.at(saved)
         record.attempts = [*now.attempts, step]
         record.known_good_up_to = min(now.known_good_up_to, step)
@@ -481,7 +659,12 @@ class WayBack:
             record.engines = engines_of_new_start(run.policy.engine, saved.engines)
             record.comparisons.silent_until = 0
         run.store.replace_record(step, record.to_dict())
-        return True
+
+
+def _places(position: Mapping[str, Any] | None) -> dict[str, tuple[Any, ...]]:
+    """Name of a source -> its kind, epoch and batch, to compare the places of several ranks."""
+    sources = {} if position is None else position["sources"]
+    return {name: (at["kind"], at["epoch"], at["index"]) for name, at in sources.items()}
 
 
 def _advice_for(newest: RunRecord | None) -> str:

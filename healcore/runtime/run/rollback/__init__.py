@@ -5,7 +5,6 @@
     remedy           the table: a pure function of both
     recovery         answers each step, asks the table, and has the answer carried out
     nonfinite        notices NaN and Inf in weights, saves and steps
-    host_rules       counts the rules of the policy that need evidence
     holding          learns the healthy ranges, and holds what has left them
     rate_limits      which learning rates follow a ceiling
 

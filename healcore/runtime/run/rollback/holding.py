@@ -81,10 +81,10 @@ class Holding:
         Args:
             step: step of the checkpoint.
         """
-        if self.run.journal.nonfinite_streak:
+        run, envelope = self.run, self.envelope
+        if run.journal.nonfinite_streak:
             return  # the weights may be damaged
-        run, known, envelope = self.run, self.run.witness.recent.healthy, self.envelope
-        seen = broadcast(run.ranks, dict(run.driver.numbers()))
+        known, seen = run.witness.recent.healthy, broadcast(run.ranks, dict(run.driver.numbers()))
         rates: dict[str, float] = {}
         if step > run.record.first_step:  # no step was trained before the first checkpoint
             rates = run.metrics.rates_in_force()
@@ -98,20 +98,22 @@ class Holding:
 
     def _release(self, step: int, seen: Mapping[str, NumberRange]) -> None:
         """Ends what is not needed any more, and lets the limits of the norms grow."""
-        envelope = self.envelope
+        run, envelope = self.run, self.envelope
         outside = self._outside_now(seen)
         back = [name for name in envelope.numbers if name in seen and name not in outside]
-        norms = {}
-        if self.run.witness.is_enabled:  # else nothing is known of later norms
-            lowest = self.run.witness.recent.lowest_norms()
+        norms, rates = {}, {}
+        if run.witness.is_enabled:  # else nothing is known of later norms
+            lowest = run.witness.recent.lowest_norms()
             for name, each in envelope.norms.items():
                 limit = max(each.bounds.high, lowest.get(name, 0.0))
                 norms[name] = each._replace(bounds=NumberRange(0.0, limit, limit))
-        released = replace(envelope.without_numbers(back), norms=norms, is_guess=False)
-        if envelope.is_guess:
-            released = replace(released, rates=self._rates_before_guess())
+        for each in reversed(run.ledger.in_force if envelope.is_guess else ()):
+            if each.after.is_guess:  # in the end, the first one that has guessed a ceiling
+                rates = each.before.rates
+        kept = envelope.without_numbers(back)
+        released = replace(kept, norms=norms, is_guess=False, rates=rates)
         if back:
-            self.run.log.info(
+            run.log.info(
                 f"step {step}: {', '.join(back)}: the program's own value is in its healthy "
                 "range again, and is used"
             )
@@ -125,13 +127,6 @@ class Holding:
             if name in seen and not each.bounds.low <= seen[name].last <= each.bounds.high:
                 outside[name] = seen[name].last
         return outside
-
-    def _rates_before_guess(self) -> dict[str, dict[str, object]]:
-        """The rates from before the first rollback that has guessed a ceiling."""
-        for each in self.run.record.ledger.in_force:
-            if each.after.is_guess:
-                return each.before.rates
-        return {}
 
     def intended(self, step: int, *, at_end: bool = False) -> dict[str, float]:
         """The held numbers that the program keeps outside of their range: they are intended.
@@ -172,12 +167,13 @@ class Holding:
         if not rates and self.run.journal.last_trained is not None:
             fact = RateFact.UNKNOWN
         for name, rate in rates.items():
-            if name not in healthy.rates:
+            known = healthy.rates.get(name)
+            if known is None:
                 fact = RateFact.UNKNOWN
                 continue
-            highest = healthy.rates[name].high
+            highest = known.high
             if not is_suspect:
-                highest = healthy.rates[name].bounds(self._intervals(trouble, step)).high
+                highest = known.bounds(self._intervals(trouble, step)).high
             if rate > highest * RATE_TOLERANCE:
                 fact = RateFact.HIGHER
                 break
@@ -198,13 +194,12 @@ class Holding:
         Returns:
             What to hold, without regard to what is held already.
         """
-        suspects: list[TrainedStep] = []
+        witness, suspects = self.run.witness, list[TrainedStep]()
         if trouble.cause is TroubleCause.BETTER_WEIGHTS:
-            suspects = self.run.witness.recent.suspect_steps(trouble.onset, trouble.found_at)
+            suspects = witness.recent.suspect_steps(trouble.onset, trouble.found_at)
         norms = [each.norms for each in suspects]
         found = healthy.outside(self.run.driver.numbers(), norms, self._intervals(trouble, step))
-        left_out = trouble.batches
-        anchor = self.run.witness.state.anchor_of(step)
+        left_out, anchor = trouble.batches, witness.state.anchor_of(step)
         if suspects and anchor is not None:
             unusual = {*self._unusual_steps(trouble.onset - STEPS_BEFORE_SIGN, suspects, anchor)}
             end = trouble.onset + STEPS_AFTER_SIGN if self.envelope.norms else 0
@@ -227,13 +222,17 @@ class Holding:
         A batch is unusual if its loss under the better weights exceeds the largest loss of the
         sampled batches of all anchors from before the step `before` by more than their range.
         """
-        sampled: dict[int, TrainedStep] = {}
-        for each in self.run.witness.state.anchors:
-            sampled |= {step.index: step for step in each.sample if step.index < before}
+        witness = self.run.witness
+        sampled = {
+            step.index: step
+            for each in witness.state.anchors
+            for step in each.sample
+            if step.index < before
+        }
         steps = [step for step in suspects if step.batches and step.index >= anchor.step]
         if len(sampled) < SAMPLE_SIZE or not steps:
             return []  # the spread of a few losses says little
-        losses = self.run.witness.losses_of([*sampled.values(), *steps], anchor)
+        losses = witness.losses_of([*sampled.values(), *steps], anchor)
         if losses is None:
             return []
         under_better = [then for _, then in losses]

@@ -9,13 +9,11 @@ This file notices each of them, and makes a `Trouble`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from healcore.console import first_of
 from healcore.core.decision import NONFINITE, Action
-from healcore.runtime.data import BatchId
+from healcore.core.engine import RuleConfig
 from healcore.runtime.reporting.nonfinite_steps import (
     FROM_START,
     IN_A_ROW,
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
 SERIOUS = Action.ROLLBACK | Action.STOP
 """The actions that end the current attempt of a run."""
 STEPS_TO_CHECK = 10
-"""Steps in a row without a finite one after which the weights are checked, as in `default`."""
+"""Steps in a row without a finite one after which the weights are checked, without a rule."""
 STEPS_TO_REVIVE = 20
 """Steps in a row without a finite one, with finite weights, after which a run goes back."""
 
@@ -52,6 +50,7 @@ class NonfiniteRecovery:
 
     def __init__(self, run: Run) -> None:
         self.run = run
+        self._action = _ACTIONS[run.policy.rollback.nonfinite_state]
         self._answered: set[tuple[int, int]] = set()
         """Attempt and step of the saves with NaN or Inf that have led to a trouble."""
 
@@ -76,73 +75,34 @@ class NonfiniteRecovery:
 
         Returns:
             The trouble of weights with NaN or Inf; or, if the policy rolls back for a state with
-            NaN, of arrays with NaN that is not allowed. Arrays that an earlier rollback has named
-            do not count if the run has trained on with NaN or Inf in them. None without damage.
+            NaN, of arrays with NaN that is not allowed. None without damage.
         """
         run, journal = self.run, self.run.journal
         if trouble.arrays or not trouble.action & SERIOUS:
             return None
         cause, arrays = TroubleCause.WEIGHTS, list[str]()
         if self.weights_are_finite():
-            if run.policy.rollback.nonfinite_state != "rollback" or journal.has_micro_steps:
+            if self._action is not Action.ROLLBACK or journal.has_micro_steps:
                 return None  # NaN in an accumulator is of a window that has not ended
             cause, arrays = TroubleCause.STATE, run.saver.nonfinite_in_state()
-            harmless: set[str] = set()
-            for past in run.ledger.in_force:
-                if past.trouble.trains_on:
-                    harmless.update(past.trouble.arrays)
-            if harmless.issuperset(arrays):
+            if not arrays:
                 return None
-        first = journal.last_trained
-        rollbacks = run.ledger.in_force
+        first, rollbacks = journal.last_trained, run.ledger.in_force
         if rollbacks and first is not None and first < rollbacks[-1].checkpoint:
             first = None  # the restored weights were finite
         if not journal.has_micro_steps and first is not None and first < trouble.since:
             onset = min(trouble.onset, first)
             trouble = replace(trouble, onset=onset, sound_before=True, batches=())
-        is_finite = cause is TroubleCause.STATE
-        return replace(trouble, cause=cause, arrays=tuple(arrays), finite=is_finite)
+        return replace(trouble, cause=cause, arrays=tuple(arrays), finite=bool(arrays))
 
-    def in_weights(self, result: StepResult) -> Trouble | None:
-        """Weights with NaN or Inf under a policy without a rule for them. Collective.
+    # -- many steps without a finite one --------------------------------------------------------
 
-        Such weights make every step not finite. A policy that only skips these steps would skip on
-        until the next save shows the damage.
+    def in_a_row(self, result: StepResult) -> Trouble | None:
+        """The trouble of many steps without a finite one. Collective.
 
-        Args:
-            result: the newest step that was read.
-
-        Returns:
-            The trouble, or None if the weights are finite or the policy has a rule of its own. The
-            weights are looked at once, at the `STEPS_TO_CHECK`th step in a row.
-        """
-        policy = self.run.policy
-        streak = self.run.journal.nonfinite_streak
-        action = _ACTIONS[policy.rollback.nonfinite_state]
-        if streak != STEPS_TO_CHECK or policy.observes or not action & SERIOUS:
-            return None
-        for rule in (*policy.engine.config.rules, *policy.host_rules):
-            if rule.action & SERIOUS and rule.causes & NONFINITE:
-                return None  # the policy decides itself
-        if self.weights_are_finite():
-            return None
-        return Trouble(
-            cause=TroubleCause.WEIGHTS,
-            onset=self.run.journal.first_consecutive(result.index),
-            found_at=result.index,
-            since=result.index - streak + 1,
-            action=int(action),
-            flags=int(result.records[0].cause),
-        )
-
-    # -- no step is finite any more -------------------------------------------------------------
-
-    def without_finite_step(self, result: StepResult) -> Trouble | None:
-        """A run in which no step is finite any more although the weights are finite. Collective.
-
-        A shard of bad data looks the same, but ends, and then the run continues with sound weights.
-        So it must lose nothing by a rollback: where the data cannot be repeated, or where an
-        earlier place of this run did not change by all tries, it waits until the run would end.
+        Weights or saved arrays have NaN or Inf. They are looked at after as many steps in a row, or
+        in a window, as the policy's rules for NaN say: a skip is exact, so a rollback for NaN needs
+        this evidence. Or the weights are finite, and yet no step is.
 
         Args:
             result: the newest step that was read.
@@ -150,40 +110,60 @@ class NonfiniteRecovery:
         Returns:
             The trouble, or None if there is none yet or the batch is bad instead of the weights.
         """
-        run, journal = self.run, self.run.journal
-        streak = journal.nonfinite_streak
-        if streak not in (STEPS_TO_REVIVE, IN_A_ROW):
+        policy, journal = self.run.policy, self.run.journal
+        streak, index = journal.nonfinite_streak, result.index
+        if not streak or policy.observes:
             return None
-        if not (run.policy.rolls_back and run.policy.rollback.confirm):
-            return None  # only the policy's own rules decide
-        if journal.never_finite or run.monitor.nonfinite_record is None:
+        first = journal.first_consecutive(index)
+        trouble = Trouble(
+            onset=first,
+            found_at=index,
+            since=index - streak + 1,
+            action=int(Action.ROLLBACK if policy.host_rules else self._action),
+            flags=int(result.records[0].cause),
+        )
+        rules = policy.host_rules or (RuleConfig(NONFINITE, consecutive=STEPS_TO_CHECK),)
+        for rule in policy.engine.config.rules:
+            if rule.action & SERIOUS and rule.causes & NONFINITE:
+                rules = ()  # the policy decides itself
+        for rule in rules:
+            hits, needed = streak, rule.consecutive
+            if rule.within:
+                recent = journal.unhealthy_between(index + 1 - rule.within, index + 1)
+                hits, needed = len(recent), rule.count
+            if hits == needed:
+                damage = self.damage_of(trouble)
+                if damage is not None:
+                    return damage
+        if streak not in (STEPS_TO_REVIVE, IN_A_ROW) or journal.never_finite:
             return None  # a run without any finite step has nothing to go back to
-        if not self.weights_are_finite():
-            return None
-        onset = max(run.journal.first_consecutive(result.index) - 1, 0)
-        is_sound = self._earlier_weights_are_sound(result, onset)
+        if not (policy.rolls_back and policy.rollback.confirm) or not self.weights_are_finite():
+            return None  # only the policy's own rules decide
+        return self._without_finite_step(result, replace(trouble, onset=max(first - 1, 0)))
+
+    def _without_finite_step(self, result: StepResult, trouble: Trouble) -> Trouble | None:
+        """A run in which no step is finite any more although the weights are finite. Collective.
+
+        A shard of bad data looks the same, but ends, and then the run continues with sound weights.
+        So it must lose nothing by a rollback: where the data cannot be repeated, or where an
+        earlier place of this run did not change by all tries, it waits until the run would end.
+        """
+        run = self.run
+        is_sound = self._earlier_weights_are_sound(result, trouble.onset)
         if is_sound is False:
             return None  # the batch is bad, and not the weights
-        tries = run.ledger.same_trouble(onset)
-        trouble = Trouble(
-            cause=TroubleCause.NO_FINITE_STEP,
-            onset=onset,
-            found_at=result.index,
-            since=result.index - streak + 1,
-            flags=int(result.records[0].cause),
-            finite=True,
-            sound_before=not tries,
-        )
         # What the comparisons have found is surer, and a run without finite steps cannot recover.
-        verdict = run.witness.verdict_now(result.index)
+        verdict = run.witness.verdict_now()
         if verdict is not None:
             return verdict
-        if not is_sound:
-            gave_up = [each for each in run.ledger.in_force if each.accepts]
-            is_bad_data = any(each.trouble.cause is TroubleCause.NO_FINITE_STEP for each in gave_up)
-            if streak == STEPS_TO_REVIVE and (is_bad_data or not run.recovery.repeats_batches):
+        dead = TroubleCause.NO_FINITE_STEP
+        if not is_sound and run.journal.nonfinite_streak == STEPS_TO_REVIVE:
+            past = run.ledger.in_force
+            is_bad_data = any(each.accepts and each.trouble.cause is dead for each in past)
+            if is_bad_data or not run.recovery.repeats_batches:
                 return None
-        return trouble
+        tries = run.ledger.same_trouble(trouble.onset)
+        return replace(trouble, cause=dead, finite=True, sound_before=not tries)
 
     def _earlier_weights_are_sound(self, result: StepResult, onset: int) -> bool | None:
         """Whether weights from before `onset` have a finite loss on the batch of a step.
@@ -196,10 +176,7 @@ class NonfiniteRecovery:
         if not earlier or not result.contents:
             return None
         losses = witness.losses_of([TrainedStep(result.index, result.contents)], earlier[-1])
-        if losses is None:
-            return None
-        [(_, of_earlier)] = losses
-        return math.isfinite(of_earlier)
+        return None if losses is None else math.isfinite(losses[0][1])
 
     def stop_if_never_finite(self, trouble: Trouble | None = None, *, at_end: bool = False) -> None:
         """Stops a run that trains nothing: no finite step since the start, or for many steps.
@@ -213,17 +190,16 @@ class NonfiniteRecovery:
         Raises:
             RunStopped: the run trains nothing.
         """
-        journal, monitor = self.run.journal, self.run.monitor
+        journal, record = self.run.journal, self.run.monitor.nonfinite_record
         streak, from_start = journal.nonfinite_streak, journal.never_finite
-        longest = FROM_START if from_start else IN_A_ROW
-        is_due = streak >= longest or (at_end and from_start and streak > 0)
+        is_due = streak >= (FROM_START if from_start else IN_A_ROW)
+        is_due = is_due or (at_end and from_start and streak > 0)
         is_ordered = trouble is not None and trouble.action & SERIOUS
         if self.run.policy.observes or not (is_due or (from_start and is_ordered)):
             return
-        weights, record = self.run.driver.nonfinite_weights(), monitor.nonfinite_record
+        weights = self.run.driver.nonfinite_weights()
         if record is not None and (is_due or weights):
-            why = nonfinite_streak_text(record, streak, weights, from_start)
-            self.run.stopping.stop(why)
+            self.run.stopping.stop(nonfinite_streak_text(record, streak, weights, from_start))
 
     # -- arrays that are saved ------------------------------------------------------------------
 
@@ -244,44 +220,33 @@ class NonfiniteRecovery:
         Raises:
             RunStopped: the policy stops a run for a state with NaN, or no rollback is left.
         """
-        policy, journal = self.run.policy, self.run.journal
+        run, journal = self.run, self.run.journal
         if at_end:
-            self.run.saver.save_if_not_finite()
-        nonfinite = self.run.saver.read_nonfinite()
-        attempt = len(self.run.record.attempts)
+            run.saver.save_if_not_finite()
+        nonfinite = run.saver.read_nonfinite()
+        attempt = len(run.record.attempts)
         new = {(attempt, step) for step in nonfinite} - self._answered
         self._answered |= new
-        if not new:
+        if not new or run.policy.observes or not self._action & SERIOUS:
             return None
-        if policy.observes and len(nonfinite) > len(new):
-            return None  # an observing policy reports the first bad save only
-        first = min(nonfinite)
-        action = _ACTIONS[policy.rollback.nonfinite_state]
-        acts = bool(action & SERIOUS) and not policy.observes
-        finite = self.weights_are_finite()
-        sound = 0  # step of the newest earlier save without NaN
-        for each in self.run.saver.restorable:
-            if each < first:
-                sound = max(sound, each)
-        batches: list[BatchId] = []  # a skipped step does not undo changes by its forward pass
-        if finite:
-            unhealthy = journal.unhealthy_between(sound, first)
-            batches = self.run.journal.batches_of(unhealthy)
-        trouble = Trouble(
-            cause=TroubleCause.STATE if finite else TroubleCause.WEIGHTS,
-            onset=max(first - 1, 0),  # the state after that step is bad
-            found_at=self.run.progress.step - 1,
-            since=sound,
-            action=int(action),
-            finite=finite,
-            sound_before=True,  # an earlier save has found no NaN or Inf
-            batches=tuple(batches),
-            arrays=tuple(nonfinite[first]),
-            trains_on=finite and journal.healthy_steps(first, journal.next_step) > 0,
+        first, finite = min(nonfinite), self.weights_are_finite()
+        earlier = [each for each in run.saver.restorable if each < first]
+        sound = max(earlier, default=0)  # the newest earlier save without NaN
+        # A skipped step does not undo changes by its forward pass.
+        unhealthy = journal.unhealthy_between(sound, first) if finite else ()
+        return run.recovery.answer(
+            Trouble(
+                cause=TroubleCause.STATE if finite else TroubleCause.WEIGHTS,
+                onset=max(first - 1, 0),  # the state after that step is bad
+                found_at=run.progress.step - 1,
+                since=sound,
+                action=int(self._action),
+                finite=finite,
+                sound_before=True,  # an earlier save has found no NaN or Inf
+                batches=tuple(journal.batches_of(unhealthy)),
+                arrays=tuple(nonfinite[first]),
+            )
         )
-        if not acts:
-            return None
-        return self.run.recovery.answer(trouble)
 
     def batch_of_nonfinite_state(self) -> Trouble | None:
         """The trouble that the newest step has made arrays NaN or Inf once more. Collective.
@@ -296,67 +261,25 @@ class NonfiniteRecovery:
             The trouble, with this batch. None if the arrays are finite, if no such steps are
             repeated, or if the data have no batches.
         """
-        run = self.run
+        run, index = self.run, self.run.progress.step - 1
         rollbacks = run.ledger.in_force
         if not rollbacks or run.policy.observes:
             return None  # most steps end here
-        last = rollbacks[-1]
+        last, arrays = rollbacks[-1], rollbacks[-1].trouble.arrays
         of_state = last.trouble.cause in (TroubleCause.WEIGHTS, TroubleCause.STATE)
         if not of_state or last.trouble.exact or last.rewind_obstacle:
             return None
-        if not last.checkpoint < run.progress.step <= last.step:
-            return None
         loader, batches = run.step_batches.last_read, tuple(run.step_batches.last_ids)
-        if not batches or (loader is not None and loader.is_scan):
+        is_repeat = last.checkpoint <= index < last.step
+        if not is_repeat or not batches or (loader is not None and loader.is_scan):
             return None
-        arrays = last.trouble.arrays
-        if arrays and {*arrays}.isdisjoint(run.saver.nonfinite_in_state()):
-            return None
-        if not arrays and self.weights_are_finite():
-            return None
-        index = run.progress.step - 1
-        if any(each.trouble.exact and each.onset == index for each in rollbacks):
-            return None  # another batch at the same step: the step is at fault
-        return replace(
-            last.trouble,
-            onset=index,
-            found_at=index,
-            since=index,
-            batches=batches,
-            exact=True,
-        )
-
-    def allow(self, trouble: Trouble, tries: Sequence[RollbackRecord]) -> None:
-        """Reports arrays whose NaN or Inf came back, and lets the run continue.
-
-        A batch that was left out for them stays left out: to read it again, the run would have to
-        repeat its steps once more. If the run trains on, NaN and Inf are allowed in the arrays from
-        now on, after a restart too.
-
-        Args:
-            trouble: the trouble.
-            tries: the rollbacks for the arrays.
-        """
-        if not tries:
-            problem = (
-                "NaN or Inf stays: the budget of rollbacks is exhausted, and the run continues"
-            )
-            self.run.log.problem(self.run.progress.step, f"{first_of(trouble.arrays)}: {problem}")
-            return
-        problem = f"{first_of(trouble.arrays)} became NaN or Inf again after a rollback, "
-        if tries[-1].trouble.exact:
-            step = tries[-1].onset
-            problem += f"then again without the batch of step {step}, which stays skipped, "
-        if trouble.trains_on:
-            problem += (
-                "and the run trains on with finite losses, gradients and weights: it does not "
-                "read them. NaN and Inf are allowed in them from now on, as with nonfinite_ok"
-            )
-            self.run.record.nonfinite_ok += trouble.arrays
-            self.run.store.nonfinite_ok += trouble.arrays
+        if arrays:
+            finite = {*arrays}.isdisjoint(run.saver.nonfinite_in_state())
         else:
-            problem += (
-                "without any alarm and with finite weights: the run continues. If this is "
-                "expected, name them in nonfinite_ok; otherwise no checkpoint becomes known-good"
-            )
-        self.run.log.problem(self.run.progress.step, problem)
+            finite = self.weights_are_finite()
+        # Another batch at the same step: the step is at fault.
+        if finite or any(each.trouble.exact and each.onset == index for each in rollbacks):
+            return None
+        return replace(
+            last.trouble, onset=index, found_at=index, since=index, batches=batches, exact=True
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,7 +20,7 @@ class RatesAfterRollback(NamedTuple):
     before the driver loads `engines`.
     """
 
-    engines: Engines
+    engines: dict[str, Any]
     """Engine name -> its state, as JSON-safe values."""
     limits: dict[str, float]
     """Engine name -> upper limit of its learning rate, as far as it is known and set."""
@@ -31,7 +31,7 @@ class RatesAfterRollback(NamedTuple):
 def limit_rates(
     engine: Engine,
     engines: Engines,
-    at_fault: Mapping[str, float] | None,
+    at_fault: Mapping[str, float],
     rates: Rates,
     *,
     healthy: bool,
@@ -47,8 +47,8 @@ def limit_rates(
     Args:
         engine: engine of the policy.
         engines: states after the rollback, with the multipliers of the live run.
-        at_fault: learning rates in force at the fault, or the multiplier where it is unknown; None
-            for no new limit.
+        at_fault: learning rates in force at the fault, or the multiplier where it is unknown;
+            empty for no new limit.
         rates: at the restored step.
         healthy: whether steps before the restored step were trained at `rates`.
         learnt: rates at which the run was healthy. They count where the rate at the restored step
@@ -57,36 +57,30 @@ def limit_rates(
     Returns:
         The states with their limits and multipliers.
     """
-    states = {name: engine.from_dict(state) for name, state in engines.items()}
     known: dict[str, np.float32] = {}  # rates at the restored step that the engine can limit
     for name, rate in rates.items():
-        if rate is not None and engine.limits_lr and name in states:
+        if rate is not None and engine.limits_lr and name in engines:
             # A rate beyond float32 counts as unknown. Without the limit NumPy would warn of it.
             known[name] = np.float32(min(rate, FLOAT32_MAX))
-    if at_fault is not None:
-        factor = float(engine.config.lr.factor)
-        new = {name: factor * at_fault[name] for name in states}
-        lower: dict[str, float] = {}
-        for name in known if healthy else ():
-            in_force = float(rates[name] or 0) * float(states[name].lr.scale)
-            last_healthy = learnt.healthy_rate(name, in_force)
-            if 0 < last_healthy < at_fault[name]:
-                lower[name] = last_healthy
-        for name, limit in (lower or new).items():
-            limited = engine.limit_lr(states[name], np.float32(limit), known.get(name))
-            states[name] = limited
-    limits: dict[str, float] = {}
-    for name in states:
-        if name not in known:
-            continue
-        states[name] = engine.apply_rate(states[name], known[name])
-        lr = states[name].lr
-        if lr.hold:
-            limit = float(lr.rate_after_cut)
-        else:
-            limit = float(engine.config.lr.ceiling * lr.rate_at_cut)
-        if limit > 0:
-            limits[name] = limit
-    scales = {name: float(state.lr.scale) for name, state in states.items()}
-    saved = {name: engine.to_dict(state) for name, state in states.items()}
-    return RatesAfterRollback(saved, limits, scales)
+    states = {name: engine.from_dict(state) for name, state in engines.items()}
+    factor = float(engine.config.lr.factor)
+    new = {name: factor * rate for name, rate in at_fault.items()}
+    lower: dict[str, float] = {}
+    for name in at_fault.keys() & known.keys() if healthy else ():
+        in_force = float(rates[name] or 0) * float(states[name].lr.scale)
+        last_healthy = learnt.healthy_rate(name, in_force)
+        if 0 < last_healthy < at_fault[name]:
+            lower[name] = last_healthy
+    for name, limit in (lower or new).items():
+        states[name] = engine.limit_lr(states[name], np.float32(limit), known.get(name))
+    found = RatesAfterRollback({}, {}, {})
+    for name, state in states.items():
+        if name in known:
+            state = engine.apply_rate(state, known[name])
+            lr = state.lr
+            limit = lr.rate_after_cut if lr.hold else engine.config.lr.ceiling * lr.rate_at_cut
+            if limit > 0:
+                found.limits[name] = float(limit)
+        found.scales[name] = float(state.lr.scale)
+        found.engines[name] = engine.to_dict(state)
+    return found

@@ -15,21 +15,18 @@ Where no rollback can help, the run stops (`ending/stopping.py`).
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from healcore.console import counted, first_of, passes_power_of_ten
-from healcore.core.decision import NONFINITE, Action, Cause, names_of
+from healcore.console import counted, first_of
+from healcore.core.decision import Action, Cause, names_of
 from healcore.core.step_record import SKIPS
 from healcore.events.kinds import flags_text
 from healcore.runtime.run import reports
 from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.envelope import Envelope
 from healcore.runtime.run.healthy_ranges import HealthyValues
-from healcore.runtime.run.rollback.host_rules import HostRules
 from healcore.runtime.run.rollback.nonfinite import SERIOUS
 from healcore.runtime.run.rollback.remedy import Facts, Outcome, RateFact, Remedy, remedy
 from healcore.runtime.run.trouble import RollbackRecord, Trouble, TroubleCause
@@ -59,12 +56,10 @@ class Recovery:
 
     def __init__(self, run: Run, *, ends_by_steps: bool) -> None:
         self.run = run
-        policy = run.policy
-        self._host_rules = HostRules(policy.host_rules, policy.engine.config, run.record)
         self.counts_steps = False
         self.ends_by_steps = ends_by_steps
-        self._declined: Counter[str] = Counter()
-        """Reason -> troubles without a rollback, to log lasting trouble only now and then."""
+        self._said: set[str] = set()
+        """Why troubles had no rollback. Each reason has one line in a process."""
 
     @property
     def repeats_batches(self) -> bool:
@@ -88,8 +83,7 @@ class Recovery:
         run = self.run
         # A dispatch may have more or fewer steps than `PendingDispatch.count`.
         run.progress.step += run.dispatch_queue.take_count_correction()
-        records = [self._host_rules.with_rollback_order(each) for each in result.records]
-        result = result._replace(records=run.metrics.with_loss_ratios(records))
+        result = result._replace(records=run.metrics.with_loss_ratios(result.records))
         run.log.records(
             result.index,
             result.records,
@@ -97,13 +91,12 @@ class Recovery:
             steps_at_once=result.steps_at_once,
         )
         order = run.monitor.note_step(result)
-        highest = run.journal.rates
-        for record in result.records:
-            rate = record.trained_rate
-            if rate is not None and rate > highest.get(record.engine, 0.0):
-                highest[record.engine] = rate
+        seen = [(each.engine, each.trained_rate) for each in result.records]
         if run.journal.nonfinite_streak == 1:  # not every record has the rate of its step
-            for name, rate in run.metrics.rates_in_force().items():
+            seen += run.metrics.rates_in_force().items()
+        highest = run.journal.rates
+        for name, rate in seen:
+            if rate is not None:
                 highest[name] = max(rate, highest.get(name, 0.0))
         return order
 
@@ -112,8 +105,8 @@ class Recovery:
 
         The order of the calls is part of the decision:
 
-        1. Without an order of the policy, NaN or Inf in the weights is a trouble.
-        2. A run in which no step is finite any more goes back, and the order is dropped.
+        1. A run in which no step is finite any more goes back, whatever the policy orders.
+        2. Without an order of the policy, NaN or Inf in the weights is a trouble.
         3. A run that trains nothing stops.
         4. The weights are compared with earlier weights.
         5. The trouble is answered, or else the verdict of the comparison, or else numbers that the
@@ -130,12 +123,13 @@ class Recovery:
             RunStopped: the trouble stops the run, or the run trains nothing any more.
         """
         run = self.run
-        trouble = order or run.nonfinite_recovery.in_weights(result)
-        dead = run.nonfinite_recovery.without_finite_step(result)
-        if dead is not None:
-            rollback = self.go_back(dead, result.index)
+        found = run.nonfinite_recovery.in_a_row(result)
+        if found is not None and not found.is_in_budget:
+            rollback = self.go_back(found, result.index)
             if rollback is not None:
                 return rollback
+            found = None
+        trouble = order or found
         run.nonfinite_recovery.stop_if_never_finite(trouble)
         verdict = run.witness.observe(result)
         if trouble is not None:
@@ -162,28 +156,28 @@ class Recovery:
         """
         run, holding = self.run, self.run.holding
         intended = holding.intended(run.progress.step, at_end=at_end)
-        if not intended or (run.witness.has_evidence and not at_end):
+        if not intended or (run.witness.state.has_evidence and not at_end):
             return None
         values = ", ".join(f"{name} of {value:.4g}" for name, value in intended.items())
-        past, done = run.ledger.in_force, None
-        holds = [each for each in past if intended.keys() & each.after.numbers.keys()]
-        since = past[past.index(holds[0]) :] if holds else []
-        is_alone = all(later.onset <= each.step for each, later in pairwise(since))
-        is_alone = is_alone and not any(each.trouble.is_asked_for for each in since)
-        if holds and is_alone and self.repeats_batches:
+        since: list[RollbackRecord] = []
+        for each in run.ledger.in_force:
+            if since or intended.keys() & each.after.numbers.keys():
+                since.append(each)
+        others = [each for each in since if each.trouble.is_asked_for or each.onset > since[0].step]
+        done = None
+        if since and not others and self.repeats_batches:
             trouble = replace(
-                holds[0].trouble,
+                since[0].trouble,
                 cause=TroubleCause.INTENDED,
                 found_at=index,
                 finite=True,
-                better_step=holds[0].checkpoint,
+                better_step=since[0].checkpoint,
                 intended=values,
             )
             done = self.go_back(trouble, index)
         if done is None:
             until = run.progress.step + 1
-            kept = holding.envelope.without_numbers(intended)
-            holding.hold(kept, until)
+            holding.hold(holding.envelope.without_numbers(intended), until)
             run.witness.pause_until(until)
             run.log.warning(f"step {index}: {values}: {reports.INTENDED}, and is used from now on")
         return done
@@ -208,68 +202,43 @@ class Recovery:
             RunStopped: the trouble stops the run, or its budget of rollbacks is exhausted.
         """
         run = self.run
-        damage = run.nonfinite_recovery.damage_of(trouble)
-        if self._needs_evidence(trouble):
-            if damage is None:
+        damage = trouble
+        if trouble.is_asked_for:
+            damage = run.nonfinite_recovery.damage_of(trouble)
+            if damage is None and self._needs_evidence(trouble):
                 return self._decline(trouble)
-            cause = Cause(trouble.flags)
-            run.log.assessment(
-                damage.found_at, damage.onset, "damage", damage.cause.value, cause=cause
-            )
-        if damage is not None:
-            trouble = damage
-        if trouble.action & Action.STOP:
-            run.stopping.stop(self._stop_reason(trouble), onset=trouble.onset)
-        if not trouble.action & Action.ROLLBACK:
+        found = damage or trouble
+        if found.action & Action.STOP:
+            run.stopping.stop(self._stop_reason(found), onset=found.onset)
+        if not found.action & Action.ROLLBACK:
             return None
         if damage is not None:
-            verdict = run.witness.state.verdict
-            if verdict is not None:
-                return self.go_back(replace(verdict, finite=damage.finite), trouble.found_at)
-        return self.go_back(trouble, trouble.found_at)
+            at, cause = damage.found_at, Cause(trouble.flags)
+            run.log.assessment(at, damage.onset, "damage", damage.cause.value, cause=cause)
+            if run.witness.state.verdict is not None:
+                found = replace(run.witness.state.verdict, finite=damage.finite)
+        return self.go_back(found, trouble.found_at)
 
     def _needs_evidence(self, trouble: Trouble) -> bool:
         """Whether an order needs evidence. Only rules need it, and not a rule that stops."""
-        if not self.run.policy.rollback.confirm or not trouble.action & SERIOUS:
-            return False
-        if trouble.cause is not TroubleCause.RULE:
-            return False
-        for rule in self.run.policy.engine.config.rules:
-            if rule.action & Action.STOP and rule.causes & trouble.flags:
-                return False
-        return True
+        is_rule = trouble.cause is TroubleCause.RULE and trouble.action & SERIOUS
+        stops = any(
+            rule.action & Action.STOP and rule.causes & trouble.flags
+            for rule in self.run.policy.engine.config.rules
+        )
+        return bool(is_rule) and not stops and self.run.policy.rollback.confirm
 
     def _decline(self, trouble: Trouble) -> None:
-        """Declines a rollback without evidence, and logs that the run continues.
-
-        Of lasting trouble only the 1st, 10th, 100th, ... decline for a reason has a line.
-        """
+        """Declines a rollback without evidence, and logs that the run continues."""
         why = "healcore cannot tell without loss_fn whether the model is worse"
         if self.run.witness.is_enabled:
             why = "no comparison shows that the weights are worse"
-        elif trouble.flags & NONFINITE:
-            why = "the weights are finite"
-        cause = Cause(trouble.flags)
-        self.run.log.assessment(trouble.found_at, trouble.onset, "unknown", "nothing", cause=cause)
-        times = self._times_to_log(why)
-        if times:
-            cause_names = flags_text(names_of(cause))
-            line = f"step {trouble.found_at}: no rollback for {cause_names}, because {why}"
-            if times > 1:
-                line += f" ({times} times so far)"
-            self.run.log.info(line)
-
-    def _times_to_log(self, why: str) -> int:
-        """Counts a trouble without a rollback.
-
-        Returns:
-            How often the reason has occurred, or 0 if this time has no line.
-        """
-        self._declined[why] += 1
-        times = self._declined[why]
-        if passes_power_of_ten(times - 1, times):
-            return times
-        return 0
+        cause, at = Cause(trouble.flags), trouble.found_at
+        self.run.log.assessment(at, trouble.onset, "unknown", "nothing", cause=cause)
+        if why not in self._said:
+            self._said.add(why)
+            causes = flags_text(names_of(cause))
+            self.run.log.info(f"step {at}: no rollback for {causes}, because {why}")
 
     def _stop_reason(self, trouble: Trouble) -> str:
         """Why an order stops the run, as a clause."""
@@ -305,18 +274,22 @@ class Recovery:
         past = run.ledger.in_force
         if past and not tries and past[-1].step > run.ledger.accepted_until:
             run.ledger.accepted = 0  # the tries at the last place have helped
+        depth = trouble.depth
+        if trouble.cause is TroubleCause.RULE:
+            depth = run.policy.rollback.depth + run.policy.rollback.deepen * len(tries)
+        tried = [] if trouble.exact else [each.checkpoint for each in tries]
         try:
-            steps = self._snapshots(trouble, tries)
-            better = run.witness.better_steps(trouble)
-            healthy = run.stored_checkpoints.healthy_values(
-                [each for each in steps if tries or each == steps[0]]
-            )
+            steps = run.way_back.choose(trouble, depth=depth, tried=tried)
         except StoreError as error:
             return self._without_snapshot(trouble, error)
-        if better:  # the other snapshots are there in case that one is damaged
-            healthy = {step: each for step, each in healthy.items() if step in better}
-        steps, outside = self._with_unusual(trouble, steps, healthy)
-        facts = self._facts(trouble, tries, steps[0], replace(outside, until=index + 1), healthy)
+        # The other snapshots are there in case that one is damaged.
+        among = run.witness.better_steps(trouble) or steps
+        known: dict[int, HealthyValues] = {}
+        for step, record in run.way_back.records().items():
+            if step in among and step in (steps if tries else steps[:1]):
+                known[step] = run.record.healthy.with_better(record.healthy)
+        steps, outside = self._with_unusual(trouble, steps, known)
+        facts = self._facts(trouble, tries, steps[0], replace(outside, until=index + 1), known)
         chosen = broadcast(run.ranks, remedy(trouble, tries, facts))
         if chosen.outcome is Outcome.STOP:
             reach = counted(self._reach, "step")
@@ -326,7 +299,8 @@ class Recovery:
         if chosen.outcome is Outcome.ACCEPT:
             return self._accept(trouble, tries, chosen, index)
         if trouble.cause is TroubleCause.BETTER_WEIGHTS:
-            self._log_verdict("damage", trouble, index)
+            at = trouble.better_step
+            run.log.assessment(index, trouble.onset, "damage", checkpoint=at)
         return self._restore(trouble, chosen, steps, index)
 
     def _tries(self, trouble: Trouble) -> list[RollbackRecord]:
@@ -347,22 +321,8 @@ class Recovery:
                 return past[place + 1 :]
         return past
 
-    def _snapshots(self, trouble: Trouble, tries: Sequence[RollbackRecord]) -> list[int]:
-        """Steps of the snapshots that may be restored for a trouble, the best first.
-
-        Raises:
-            NoGoodCheckpoint: there is none.
-            StoreError: the store cannot be read.
-        """
-        run = self.run
-        depth = trouble.depth
-        if trouble.cause is TroubleCause.RULE:
-            depth = run.policy.rollback.depth + run.policy.rollback.deepen * len(tries)
-        tried = [] if trouble.exact else [each.checkpoint for each in tries]
-        return run.way_back.choose(trouble, depth=depth, tried=tried)
-
     def _with_unusual(
-        self, trouble: Trouble, steps: list[int], healthy: dict[int, HealthyValues]
+        self, trouble: Trouble, steps: list[int], known: Mapping[int, HealthyValues]
     ) -> tuple[list[int], Envelope]:
         """Looks for a snapshot since which something new is unusual. Collective.
 
@@ -373,25 +333,24 @@ class Recovery:
         Args:
             trouble: the trouble.
             steps: steps of the snapshots, the best first.
-            healthy: step of each snapshot that is looked at -> what was known as healthy there.
+            known: step of each snapshot that is looked at -> what was known as healthy there.
 
         Returns:
             The steps from this snapshot on, or all; and what was unusual.
         """
-        holding, first, found = self.run.holding, steps[0], Envelope()
-        for step in steps:
-            if step in healthy:
-                found = holding.outside(trouble, step, healthy[step]).beyond(holding.envelope)
+        holding, found = self.run.holding, Envelope()
+        for place, step in enumerate(steps):
+            if step in known:
+                found = holding.outside(trouble, step, known[step]).beyond(holding.envelope)
                 if found:
-                    first = step
+                    steps = steps[place:]
                     break
         if trouble.cause is TroubleCause.BETTER_WEIGHTS and not (found.numbers or found.left_out):
-            for step in steps[steps.index(first) :]:
-                known = healthy.get(step)
-                if known and holding.rate_fact(trouble, step, known) is RateFact.HIGHER:
-                    first = step
-                    break
-        return steps[steps.index(first) :], found
+            for place, step in enumerate(steps):
+                values = known.get(step)
+                if values and holding.rate_fact(trouble, step, values) is RateFact.HIGHER:
+                    return steps[place:], found
+        return steps, found
 
     def _facts(
         self,
@@ -399,24 +358,24 @@ class Recovery:
         tries: Sequence[RollbackRecord],
         step: int,
         outside: Envelope,
-        healthy: dict[int, HealthyValues],
+        known: Mapping[int, HealthyValues],
     ) -> Facts:
         """What the table reads besides the trouble and the tries."""
-        run = self.run
-        limits = run.policy.engine.scales_lr
+        run, policy = self.run, self.run.policy
+        limits = policy.engine.scales_lr
         if trouble.is_asked_for or not trouble.finite:
-            limits = run.policy.may_limit_lr
-        cuts = [run.policy.budget.lr_cuts - sum(each.limits_rate for each in tries)]
+            limits = policy.may_limit_lr
+        cuts = [policy.budget.lr_cuts - sum(each.limits_rate for each in tries)]
         cuts += [each["state"]["budget"]["lr_cuts"] for each in run.driver.engines().values()]
         left = math.inf
         if trouble.is_in_budget and not trouble.exact:  # each of these follows another try
-            left = max(run.policy.budget.recoveries, 1) - self._spent(trouble)
+            left = max(policy.budget.recoveries, 1) - self._spent(trouble)
         return Facts(
             now=run.holding.envelope,
             outside=outside,
             snapshot=step,
             from_start=step <= run.record.first_step,
-            rate=run.holding.rate_fact(trouble, step, healthy.get(step, run.record.healthy)),
+            rate=run.holding.rate_fact(trouble, step, known.get(step, run.record.healthy)),
             lr_cuts=int(min(cuts)) if limits else 0,
             rollbacks_left=left,
             repeats_batches=self.repeats_batches,
@@ -440,8 +399,7 @@ class Recovery:
         ledger, count = self.run.ledger, 0
         for each in ledger.same_trouble(trouble.onset, self._reach):
             counts = each.trouble.is_in_budget and not each.trouble.exact
-            if counts and (trouble.finite or not each.trouble.finite):
-                count += 1
+            count += counts and (trouble.finite or not each.trouble.finite)
         if trouble.onset <= self.run.record.first_step + self._reach:
             count += ledger.spent  # by a run in another framework, whose engine was ported
         return count
@@ -459,7 +417,7 @@ class Recovery:
 
         Returns:
             The rollback. None if no snapshot is usable and the weights can be kept: then the run
-            continues, and the steps that were read meanwhile are due again.
+            continues.
 
         Raises:
             RunStopped: no snapshot is usable, and the weights are damaged.
@@ -468,8 +426,7 @@ class Recovery:
         # Unread steps belong to the trouble up to their last alarm.
         unread = list(run.dispatch_queue.read_all())
         run.progress.step += run.dispatch_queue.take_count_correction()
-        skips = sum(late.why in SKIPS for late in unread)
-        run.ledger.skips += skips
+        run.ledger.skips += sum(late.why in SKIPS for late in unread)
         if trouble.batches and not trouble.exact:
             batches = tuple(run.monitor.batches_of_alarms(unread))
             more = chosen.envelope.joined(Envelope(left_out=batches))
@@ -477,10 +434,7 @@ class Recovery:
         try:
             done = run.way_back.roll_back(trouble, chosen, steps)
         except StoreError as error:
-            self._without_snapshot(trouble, error)
-            run.ledger.skips -= skips
-            run.dispatch_queue.make_due_again(unread)  # their own troubles are answered next
-            return None
+            return self._without_snapshot(trouble, error)
         reports.report_rollback(run, done, index)
         run.progress.step = done.checkpoint
         run.step_batches.on_rollback()
@@ -490,8 +444,7 @@ class Recovery:
     def _without_snapshot(self, trouble: Trouble, error: StoreError) -> None:
         """Continues where no snapshot can be restored and the weights can be kept, or stops.
 
-        After an error other than these two, the live state may have changed in part. Where every
-        step finds the trouble, only the 1st, 10th, 100th, ... has a line.
+        After an error other than these two, the live state may have changed in part.
         """
         run = self.run
         may_continue = trouble.finite and isinstance(error, NoGoodCheckpoint | StateMismatch)
@@ -500,18 +453,14 @@ class Recovery:
         if not may_continue:
             run.stopping.stop(str(error), onset=trouble.onset)
         why = reports.reason_of(trouble)
-        if self._times_to_log(why):
-            reason = str(error)
-            if isinstance(error, StateMismatch):
-                # The advice in its text is for a start, and not for a rollback.
-                reason = f"the checkpoint of step {error.step} does not fit: "
-                reason += first_of(error.differences, separator="; ")
-            problem = f"{why}, but {reason}; the run continues without a rollback"
+        if why not in self._said:
+            self._said.add(why)
+            problem = f"{why}, but {error}; the run continues without a rollback"
             run.log.problem(run.progress.step, problem)
         if trouble.cause is TroubleCause.BETTER_WEIGHTS and trouble.finite:
-            run.ledger.keep_damage(trouble.onset)
-            why = "no checkpoint could be restored"
-            self._log_verdict("accepted", trouble, run.progress.step - 1, by="nothing", why=why)
+            self._keep_damage(
+                trouble, run.progress.step - 1, "nothing", "no checkpoint could be restored"
+            )
             run.witness.pause_until(run.progress.step + 1)
 
     def _accept(
@@ -530,51 +479,47 @@ class Recovery:
         if any(each.accepts for each in tries):
             return None  # it was accepted before
         if trouble.cause is TroubleCause.STATE:
-            run.nonfinite_recovery.allow(trouble, tries)
+            # A batch that was left out for the arrays stays left out: to read it again, the run
+            # would have to repeat its steps once more.
+            run.record.nonfinite_ok += trouble.arrays
+            run.store.nonfinite_ok += trouble.arrays
+            why = "and the budget of rollbacks is exhausted"
+            if tries:
+                why = "again after a rollback"
+                if tries[-1].trouble.exact:
+                    why += f", and without the batch of step {tries[-1].onset}, which stays skipped"
+            run.log.problem(
+                run.progress.step,
+                f"{first_of(trouble.arrays)} became NaN or Inf {why}. The run continues, and NaN "
+                "and Inf are allowed in them from now on, as with nonfinite_ok",
+            )
             return None
         until = run.progress.step + 1
         why = reports.why_accepted(trouble, len(tries))
-        if trouble.cause is TroubleCause.BETTER_WEIGHTS:
-            run.ledger.accepted += 1
+        run.ledger.accepted += trouble.cause is TroubleCause.BETTER_WEIGHTS
         if trouble.cause is not TroubleCause.NO_FINITE_STEP:
             run.ledger.accepted_until = until
-            run.ledger.keep_damage(trouble.onset)
-            self._log_verdict("accepted", trouble, index, by=trouble.cause, why=why)
-        done, undone = None, any(each.holds for each in tries)
-        if undone:
+            self._keep_damage(trouble, index, trouble.cause, why)
+        done = None
+        if any(each.holds for each in tries):
             oldest = min(each.checkpoint for each in tries)
-            to_oldest = replace(trouble, better_step=oldest, sound_before=True)
-            try:
-                done = self._restore(trouble, chosen, run.way_back.choose(to_oldest), index)
-            except StoreError as error:
-                self._without_snapshot(trouble, error)
+            done = self._restore(trouble, chosen, [oldest], index)
             if done is None:
                 run.holding.hold(chosen.envelope, until)
         run.witness.pause_until(until)
         return done
 
-    def _log_verdict(
-        self,
-        name: str,
-        trouble: Trouble,
-        index: int,
-        *,
-        by: str = "earlier_weights",
-        why: str | None = None,
-    ) -> None:
-        """Writes the event of a verdict about the weights."""
-        anchor, loss_before = self.run.witness.state.anchor_of(trouble.better_step), None
-        if anchor is not None and name == "accepted" and math.isfinite(anchor.level):
-            loss_before = anchor.level
+    def _keep_damage(self, trouble: Trouble, index: int, by: str, why: str) -> None:
+        """Notes damage that the weights keep."""
         log = self.run.log
+        self.run.ledger.keep_damage(trouble.onset)
         log.assessment(
             index,
             trouble.onset,
-            name,
+            "accepted",
             by,
-            say=log.warning if by == TroubleCause.BETTER_WEIGHTS and name == "accepted" else None,
+            say=log.warning if by == TroubleCause.BETTER_WEIGHTS else None,
             checkpoint=trouble.better_step,
-            rise=trouble.rise,
-            loss_before=loss_before,
+            loss_before=trouble.loss_before,
             why=why,
         )

@@ -36,7 +36,6 @@ MIN_AGE = 0.5
 ROUNDING = 1e-6
 """Relative difference up to which two float32 losses are equal."""
 _64_BITS = (1 << 64) - 1
-_64_BITS = (1 << 64) - 1
 
 
 class ObservedBatch(NamedTuple):
@@ -220,7 +219,11 @@ class ComparisonState:
 
     @property
     def has_evidence(self) -> bool:
-        """Whether an anchor has evidence, or a verdict is pending."""
+        """Whether an anchor has evidence, or a verdict is pending.
+
+        While this is true, no anchor is added and nothing is learnt as healthy: the current weights
+        may be the damaged ones.
+        """
         return self.verdict is not None or any(anchor.evidence > 1 for anchor in self.anchors)
 
     def anchor_of(self, step: int | None) -> Anchor | None:

@@ -106,23 +106,9 @@ class LossFunction:
             SignalError: `loss_fn` changes the batch, raises, or does not return one number. An
                 exception about memory, data or the network is only a warning.
         """
+        everyone = self._on_all_ranks([trained], None)
         self.is_checked = True
-        everyone, error = self._on_all_ranks([trained], None)
-        failures = [each for each in everyone if isinstance(each, _Failure)]
-        for failure in failures:
-            if failure.is_mistake:
-                mistake = SignalError(
-                    f"{failure.text}\nThe Healer calls loss_fn(batch), or in JAX with a pytree as "
-                    "state loss_fn(state, batch), with a batch of healer.batches(), and expects "
-                    "one number: correct the function, or pass loss_fn=None"
-                )
-                # Nothing is saved: the mended program trains the first step again.
-                self.run.progress.reading_error = mistake
-                raise mistake from error
-        if failures:
-            self.drop(f"{failures[0].text}; it is not called again")
-            return
-        for [(first, second)] in everyone:
+        for [(first, second)] in everyone or ():
             # False for NaN: a loss of NaN is no sign of state.
             if abs(first - second) > SAME_LOSS * max(abs(first), SAME_LOSS):
                 self.drop(
@@ -133,7 +119,7 @@ class LossFunction:
                 return
         state = self.run.record.comparisons
         before = state.anchor_of(trained.index)
-        if before is not None:
+        if everyone and before is not None:
             losses = self.losses([trained], before.weights, [math.nan])
             if losses is not None:
                 state.gives_loss = math.isclose(loss, losses[0][1], rel_tol=SAME_LOSS)
@@ -153,25 +139,23 @@ class LossFunction:
             all ranks. None if on some rank the parameters have changed since, or if the `loss_fn`
             raises: then it is dropped.
         """
-        if self.function is None:
-            return None
-        everyone, _ = self._on_all_ranks(steps, weights, known)
-        failures = [each for each in everyone if isinstance(each, _Failure)]
-        if failures:
-            self.drop(f"{failures[0].text}; it is not called again")
-        if failures or None in everyone:
+        everyone = None if self.function is None else self._on_all_ranks(steps, weights, known)
+        if everyone is None or None in everyone:
             return None
         # The mean over the ranks.
         return [(float(now), float(then)) for now, then in np.mean(everyone, axis=0)]
 
     def _on_all_ranks(
         self, steps: Sequence[TrainedStep], weights: Any, known: list[float] | None = None
-    ) -> tuple[list[Any], Exception | None]:
+    ) -> list[Any] | None:
         """Evaluates steps on each rank, in smaller parts for as long as memory runs out.
 
         Returns:
-            Of each rank the current and the earlier loss of each step, a `_Failure`, or None if the
-            parameters have changed; and the exception of this rank, or None.
+            Of each rank the current and the earlier loss of each step, or None if the parameters
+            have changed; None if the function has failed on a rank, so that it was dropped.
+
+        Raises:
+            SignalError: see `check`.
         """
         state = self.run.record.comparisons
         while True:
@@ -189,9 +173,24 @@ class LossFunction:
                 everyone = self.run.ranks.gather(mine)
             except Exception as lost:  # the other ranks wait in the forward pass (FSDP)
                 raise lost from error
-            parts = [each.parts for each in everyone if isinstance(each, _Failure)]
-            if not parts or min(parts) == 0:
-                return everyone, error
+            failures = [each for each in everyone if isinstance(each, _Failure)]
+            parts = [each.parts for each in failures]
+            if not failures:
+                return everyone
+            if min(parts) == 0:
+                for each in failures:
+                    if each.is_mistake and not self.is_checked:
+                        mistake = SignalError(
+                            f"{each.text}\nThe Healer calls loss_fn(batch), or in JAX with a "
+                            "pytree as state loss_fn(state, batch), with a batch of "
+                            "healer.batches(), and expects one number: correct the function, or "
+                            "pass loss_fn=None"
+                        )
+                        # Nothing is saved: the mended program trains the first step again.
+                        self.run.progress.reading_error = mistake
+                        raise mistake from error
+                self.drop(f"{failures[0].text}; it is not called again")
+                return None
             state.parts = 2 * max(parts)
             self.run.log.info(
                 f"a comparison of weights does not fit into memory: it evaluates a batch in "

@@ -29,7 +29,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from healcore.core.decision import Cause
@@ -77,8 +76,6 @@ MAX_DEBT = 40.0
 MEAN_PAUSE = RECENT // 2
 """Steps between two looks at the mean loss, after which half of its losses are other losses. A mean
 loss stays high for long where the data have become harder."""
-MAX_SAME_LOSSES = 3
-"""Comparisons in a row with the same loss for different batches, after which a warning follows."""
 
 
 class Witness:
@@ -119,8 +116,6 @@ class Witness:
         """Steps between two regular comparisons."""
         self._has_reason = False
         """Whether a step of the current dispatch gives a reason to compare."""
-        self._same_losses = 0
-        """Comparisons in a row whose batches have had the same loss."""
 
     @property
     def state(self) -> ComparisonState:
@@ -134,15 +129,6 @@ class Witness:
         A `loss_fn` that fails is dropped, so the value may become False during a run.
         """
         return self.loss_function.function is not None
-
-    @property
-    def has_evidence(self) -> bool:
-        """Whether an anchor has evidence, or a verdict is pending.
-
-        While this is true, no anchor is added and nothing is learnt as healthy: the current weights
-        may be the damaged ones.
-        """
-        return self.state.has_evidence
 
     # -- anchors --------------------------------------------------------------------------------
 
@@ -173,7 +159,7 @@ class Witness:
                 "no step had a batch for loss_fn: use healer.batches, or healer.loss(batch) (in "
                 "JAX healer.update(state, batch=batch))"
             )
-        if self.has_evidence or step < self.state.silent_until:
+        if self.state.has_evidence or step < self.state.silent_until:
             return
         self.run.holding.learn(step)
         if not self.is_enabled:
@@ -234,10 +220,10 @@ class Witness:
         verdict = None
         if self._is_due(index):
             verdict = self._compare(trained, loss, best)
-            if is_regular and not self.has_evidence:
+            if is_regular and not self.state.has_evidence:
                 self.recent.accept()
         if result.taken:
-            is_usual = not signs.high and not self.has_evidence
+            is_usual = not signs.high and not self.state.has_evidence
             for anchor in self.state.anchors:
                 anchor.add(trained, is_usual=is_usual)
         return verdict
@@ -266,7 +252,7 @@ class Witness:
             begin = state.verdict.recovers_until
         if not self.is_enabled or index < begin:
             return False
-        if not (has_reason or self.has_evidence):
+        if not (has_reason or self.state.has_evidence):
             return False
         return run.journal.has_micro_steps or run.driver.may_save(run.schedule.every)
 
@@ -287,13 +273,13 @@ class Witness:
             anchors = [each for each in state.anchors if each.step == state.verdict.better_step]
         verdict = None
         for anchor in anchors:
-            rise = self._rise_since(anchor, trained, loss)
+            self._compare_with(anchor, trained, loss)
             if anchor.evidence >= self.threshold and self._has_learnt_since(anchor):
                 anchor.forget()
             elif anchor.evidence >= self.threshold:
                 better = self._newest_better(anchor)
                 better.onset = anchor.onset
-                verdict = self._verdict(index, better, rise)
+                verdict = self._verdict(better)
             elif state.verdict is not None and anchor.evidence <= 1:
                 self._recover(index, state.verdict)
         if verdict is None or self.state.anchor_of(verdict.better_step) is None:
@@ -303,51 +289,31 @@ class Witness:
         self._postpone(verdict, index)
         return None
 
-    def _rise_since(self, anchor: Anchor, trained: TrainedStep, loss: float) -> float:
+    def _compare_with(self, anchor: Anchor, trained: TrainedStep, loss: float) -> None:
         """Compares with one anchor, on the batches of the step and then on past batches.
 
         The past batches are evaluated only if the loss of the step has risen. The smaller of the
         two rises is the evidence: on a bad batch that the model has just seen, or that it has
         trained on, one of the two says little. Batches with equal losses are no evidence, because
         an oscillation of the loss looks like damage then.
-
-        Returns:
-            The rise of the loss on the batches of the step, or NaN.
         """
         known = [loss] if self.state.gives_loss and not math.isnan(loss) else None
         losses = self.losses_of([trained], anchor, known)
         if losses is None:
-            return math.nan
-        [(now, then)] = losses
-        rise = evidence = rise_of(now, then)
-        if 0 < rise < math.inf:  # else not higher, or not finite: this batch alone decides
+            return
+        evidence = rise_of(*losses[0])
+        if 0 < evidence < math.inf:  # else not higher, or not finite: this batch alone decides
             number = MEDIAN_OF if anchor.evidence > 1 else 1
             past = self.losses_of(anchor.draw(number), anchor)
             if not past:  # no batch was trained on since the anchor
-                return rise
+                return
             past.sort(key=lambda each: rise_of(*each))
-            now_past, then_past = past[len(past) // 2]
-            if math.isclose(then, then_past, rel_tol=ROUNDING):
-                self._note_same_losses()
-                return rise
-            self._same_losses = 0
-            evidence = rise_of(now_past, then_past)
-            if rise < evidence:  # False for NaN, which stays the evidence
-                evidence = rise
+            middle = past[len(past) // 2]
+            if math.isclose(losses[0][1], middle[1], rel_tol=ROUNDING):
+                return
+            evidence = min(rise_of(*middle), evidence)  # NaN of the past batches stays
         if not math.isnan(evidence):
             anchor.learn(trained.index, evidence, is_retest=self.state.verdict is not None)
-        return rise
-
-    def _note_same_losses(self) -> None:
-        """Warns once if comparisons do not count, because all batches have the same loss."""
-        self._same_losses += 1
-        if self._same_losses == MAX_SAME_LOSSES:
-            self.run.log.problem(
-                self.run.progress.step,
-                f"loss_fn has returned the same loss for different batches in {MAX_SAME_LOSSES} "
-                "comparisons in a row, so none of them counts: loss_fn has to compute the loss of "
-                "the batch that it gets",
-            )
 
     def _recover(self, index: int, verdict: Trouble) -> None:
         """Ends a pending verdict, because no evidence is left."""
@@ -388,29 +354,29 @@ class Witness:
 
     # -- the verdict ----------------------------------------------------------------------------
 
-    def _verdict(self, index: int, anchor: Anchor, rise: float = math.nan) -> Trouble:
-        """The verdict about an anchor, or the pending verdict with its newest evidence.
+    def _verdict(self, anchor: Anchor) -> Trouble:
+        """The pending verdict, or the verdict about an anchor.
 
         The comparison that finds trouble is later than the beginning of the trouble. So the onset
         is the first step of a burst of high steps that lasts until shortly before the evidence.
         """
-        verdict = self.state.verdict
-        if verdict is None:
-            onset = index if anchor.onset is None else anchor.onset
-            for first, last in reversed(self.state.bursts):
-                if last >= onset - STEPS_AFTER_SIGN:
-                    onset = min(onset, first)
-            onset = max(onset, anchor.step)
-            verdict = Trouble(
-                cause=TroubleCause.BETTER_WEIGHTS,
-                onset=onset,
-                found_at=self.recent.newest,
-                since=onset,
-                finite=True,
-                sound_before=True,
-                better_step=anchor.step,
-            )
-        return replace(verdict, rise=rise if math.isfinite(rise) else None)
+        if self.state.verdict is not None:
+            return self.state.verdict
+        onset = anchor.onset or anchor.step
+        for first, last in reversed(self.state.bursts):
+            if last >= onset - STEPS_AFTER_SIGN:
+                onset = min(onset, first)
+        onset = max(onset, anchor.step)
+        return Trouble(
+            cause=TroubleCause.BETTER_WEIGHTS,
+            onset=onset,
+            found_at=self.recent.newest,
+            since=onset,
+            finite=True,
+            sound_before=True,
+            better_step=anchor.step,
+            loss_before=anchor.level if math.isfinite(anchor.level) else None,
+        )
 
     def _postpone(self, verdict: Trouble, index: int) -> None:
         """Keeps a verdict pending until its step `recovers_until`.
@@ -432,7 +398,7 @@ class Witness:
             why=f"the run has until step {verdict.recovers_until} to recover",
         )
 
-    def verdict_now(self, index: int, *, at_end: bool = False) -> Trouble | None:
+    def verdict_now(self, *, at_end: bool = False) -> Trouble | None:
         """The pending verdict, or a verdict with less evidence than the threshold.
 
         For a run that cannot wait for more evidence: at the end of the data, or if no step is
@@ -440,7 +406,6 @@ class Witness:
         the result of the run.
 
         Args:
-            index: index of the newest step.
             at_end: whether any evidence is enough, for a question that `decide_at_end` answers.
                 Otherwise it has to be `strong`.
         """
@@ -452,35 +417,26 @@ class Witness:
                 newest = anchor
         if newest is None or self._has_learnt_since(newest):
             return None
-        return self._verdict(index, newest)
+        return self._verdict(newest)
 
-    def decide_at_end(self, index: int) -> Trouble | None:
+    def decide_at_end(self) -> Trouble | None:
         """Decides about a suspicion at the end of the run, after which no step can be compared.
 
         Any evidence is enough for the question, because the batches kept of usual steps answer it
         at once. The batches are counted one by one: a bad batch would dominate their mean.
 
-        Args:
-            index: index of the newest step.
-
         Returns:
             The verdict, if the anchor's loss is lower on most of the kept batches. Without strong
             evidence, the loss has to be lower on all of them.
         """
-        strong = self.verdict_now(index)
-        verdict = strong or self.verdict_now(index, at_end=True)
-        anchor = None
-        if verdict is not None:
-            anchor = self.state.anchor_of(verdict.better_step)
-        if anchor is None:
-            return None
-        losses = self.losses_of(anchor.sample, anchor)
+        strong = self.verdict_now()
+        verdict = strong or self.verdict_now(at_end=True)
+        anchor = verdict and self.state.anchor_of(verdict.better_step)
+        losses = self.losses_of(anchor.sample, anchor) if anchor else None
         if not losses:
             return None
         lower = sum(rise_of(*each) > 0 for each in losses)
-        needed = len(losses)
-        if strong is not None:
-            needed = len(losses) // 2 + 1
+        needed = len(losses) // 2 + 1 if strong else len(losses)
         return verdict if lower >= needed else None
 
     def _has_learnt_since(self, anchor: Anchor) -> bool:

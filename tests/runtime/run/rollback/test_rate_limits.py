@@ -16,7 +16,7 @@ UNLIMITED = ENGINE.to_dict(ENGINE.init())
 
 def after_rollback(
     rates: Mapping[str, float | None],
-    at_fault: Mapping[str, float] | None,
+    at_fault: Mapping[str, float],
     *,
     healthy: bool = True,
     highest: Mapping[str, float] | None = None,
@@ -66,19 +66,19 @@ def test_only_the_optimizer_above_its_healthy_rate_is_limited():
 
 
 def test_without_a_rate_at_the_fault_nothing_is_limited():
-    found = after_rollback({"a": 0.1}, None)
+    found = after_rollback({"a": 0.1}, {})
     assert (found.limits, found.scales) == ({}, {"a": 1.0})
 
 
 def test_a_limit_of_an_earlier_rollback_scales_the_rate_of_a_higher_step():
     limited = after_rollback({"a": 0.1}, {"a": 3.0}).engines
-    found = after_rollback({"a": 0.4}, None, engines=limited)
+    found = after_rollback({"a": 0.4}, {}, engines=limited)
     assert found.limits == pytest.approx({"a": 0.1})
     assert found.scales == pytest.approx({"a": 0.25})
 
 
 def test_an_optimizer_without_a_known_rate_keeps_its_multiplier():
-    found = after_rollback({"a": None}, None)
+    found = after_rollback({"a": None}, {})
     assert (found.limits, found.scales) == ({}, {"a": 1.0})
 
 

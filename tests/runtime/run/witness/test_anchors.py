@@ -63,7 +63,7 @@ def test_a_rollback_drops_what_came_after_its_target():
     assert anchor_steps(run) == [0, 100]
     for anchor in run.witness.state.anchors:
         assert all(step.index < 150 for step in anchor.sample)
-    assert not run.witness.has_evidence
+    assert not run.witness.state.has_evidence
     assert run.witness.state.spent == 0.0
 
 
@@ -93,9 +93,9 @@ def test_an_anchor_whose_checkpoint_is_gone_is_dropped():
 def test_other_parameters_end_the_suspicion_and_all_anchors():
     run = healthy_run(250)
     assert train_damaged(run, 5) is None
-    assert run.witness.has_evidence
+    assert run.witness.state.has_evidence
     for anchor in run.witness.state.anchors:
         anchor.weights = OTHER_PARAMETERS
     run.take(run.step, alarm=True)
     assert anchor_steps(run) == []
-    assert not run.witness.has_evidence
+    assert not run.witness.state.has_evidence

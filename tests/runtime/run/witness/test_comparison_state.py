@@ -59,7 +59,7 @@ def test_numbers_that_are_not_finite_can_be_saved():
     run.driver.set["momentum"] = NumberRange(-math.inf, math.inf, 0.9)
     train_healthy(run, 250)
     assert train_damaged(run, 10) is None
-    assert run.witness.has_evidence
+    assert run.witness.state.has_evidence
 
     state = run.witness.state
     read = through_json(state)

@@ -51,8 +51,8 @@ def test_the_debt_of_a_suspicion_is_bounded():
     began, level = run.step, run.driver.weight
     trouble = TO_VERDICT - 5
     assert train_damaged(run, trouble) is None
-    assert run.witness.has_evidence
-    while run.witness.has_evidence:
+    assert run.witness.state.has_evidence
+    while run.witness.state.has_evidence:
         assert run.take(run.step, weight=level * 0.9, alarm=True) is None
     assert run.step - began < 3 * trouble + RECENT, "small wins end it once they are the usual"
 
