@@ -652,7 +652,7 @@ class WayBack:
         record.known_good_up_to = min(now.known_good_up_to, step)
         if before is not None:
             record.ledger.stop(step)
-            read_again = [list(each) for each in saved.envelope.beyond(before).left_out]
+            read_again = saved.envelope.beyond(before).left_out
             for source, batches in saved.skipped.items():
                 record.skipped[source] = [each for each in batches if each not in read_again]
             record.envelope = before
