@@ -134,11 +134,12 @@ def clip_as_optax(tree: Tree, max_norm: Any, factor: jax.Array, uses_factor: jax
 
 def fill_where(tree: Tree, condition: jax.Array, value: float) -> Tree:
     """Replaces every gradient or update by `value` where the condition holds, see `filled`."""
-    return _changed(tree, lambda leaf: filled(leaf, condition, value))
+    kept = ~condition
+    return _changed(tree, lambda leaf: filled(leaf, kept, value))
 
 
 def filled(
-    leaf: jax.Array, condition: jax.Array, value: float, tested: Iterable[jax.Array] = ()
+    leaf: jax.Array, kept: jax.Array, value: float, tested: Iterable[jax.Array] = ()
 ) -> jax.Array:
     """Replaces the elements of a gradient or update by `value`, at no cost: XLA fuses it.
 
@@ -148,15 +149,14 @@ def filled(
 
     Args:
         leaf: the gradient or the update of one tensor.
-        condition: replaces all elements, bool 0-d, such as the skip.
+        kept: whether the leaf is kept, bool 0-d: the step is not skipped.
         value: 0.0 for gradients that an optimizer reads, -0.0 for updates.
-        tested: arrays of the leaf's shape, or 0-d. An element is also replaced where one of them is
-            NaN or Inf.
+        tested: arrays of the leaf's shape. An element is also replaced where one of them is NaN or
+            Inf.
     """
     both: Any = value
     if jnp.iscomplexobj(leaf):
         both = lax.complex(value, value)
-    kept = ~condition
     for each in tested:
         kept = kept & jnp.isfinite(each)
     return lax.select(kept, leaf, lax.full_like(leaf, both))

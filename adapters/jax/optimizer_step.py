@@ -237,19 +237,22 @@ class OptimizerStep:
         for place in range(len(old_leaves)):
             if place not in selected:
                 found[first + place] = keep(place, found[first + place])
-        factors = {}
+        factors: dict[int, list[Atom]] = {}
         fills = fills and self.may_divide_by_zero()
-        if fills:
-            # A literal has no hash.
-            factors = {id(e.outvars[0]): e.invars for e in jaxpr.eqns if e.primitive.name == "mul"}
+        for eqn in jaxpr.eqns:
+            if fills and eqn.primitive.name == "mul":
+                arrays = [each for each in eqn.invars if not isinstance(each, jex.Literal)]
+                factors[id(eqn.outvars[0])] = arrays  # a literal has no hash
+        taken = ~skip
         for place, var in enumerate(jaxpr.outvars[:first]):
             if is_gradient(found[place]):
                 # If the update is a product, its factors are tested: a test of the product is a
                 # second use, with which LLVM does not contract the product into the sum of the
-                # parameter. RMSprop would end with other last bits than without `protect`.
+                # parameter. RMSprop would end with other last bits than without `protect`. A bad
+                # literal spoils each update, which `makes_nonfinite` notices.
                 tested = map(read, factors.get(id(var), [var])) if fills else ()
                 update = found[place] if lr_scale is None else product(found[place], lr_scale)
-                found[place] = filled(update, skip, -0.0, tested)
+                found[place] = filled(update, taken, -0.0, tested)
         return jax.tree.unflatten(jax.tree.structure(self._outputs), found)
 
 
