@@ -37,9 +37,10 @@ def outcome_of(framework: str, store: Any, log: Path, delay: float = 0.0) -> Any
         def delay_some(kind: Any, name: str, period: int) -> None:
             function = getattr(kind, name)
 
-            def late(store: Any, saved: Any, *args: Any) -> Any:
+            def late(store: Any, *args: Any) -> Any:
+                saved: Any = args[1] if name == "_write" else args[0]
                 time.sleep(delay * (getattr(saved, "step", saved) % period))
-                return function(store, saved, *args)
+                return function(store, *args)
 
             patch.setattr(kind, name, late)
 
