@@ -32,7 +32,7 @@ def ran(tmp_path) -> Path:
     return tmp_path / "code-ran"
 
 
-PARTS = ("python", "numpy", "framework", "data")
+PARTS = ("random", "data")
 """What healcore keeps of the process."""
 
 
