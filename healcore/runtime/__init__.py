@@ -10,8 +10,7 @@ What a program uses:
 
 What a framework or a trainer is to the runtime:
 
-    driver            `Driver`, the interface between the Healer and a framework
-    driver_choice     chooses the driver for a state
+    driver            `Driver`, the interface between the Healer and a framework, and its choice
     trainer_access    what the integration of a trainer uses of an open run
 
 What a run does:

@@ -14,7 +14,7 @@ from healcore.policy import Overrides, PolicyLike
 from healcore.runtime.batch_iterator import Batch, Batches
 from healcore.runtime.data.loaders import Loader
 from healcore.runtime.data.readers import ScanBlocks
-from healcore.runtime.driver_choice import trainer_limit
+from healcore.runtime.driver import trainer_limit
 from healcore.runtime.faults.microbatches import Microbatch
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.reporting.trackers import TrackersLike, select
@@ -204,7 +204,6 @@ class Healer(Generic[State]):
             stop_file=stop_file,
         )
         self._begun_run: Run | None = None
-        self._pid = 0
 
     # -- the block ------------------------------------------------------------------------------
 
@@ -284,12 +283,11 @@ class Healer(Generic[State]):
             self._begun_run = open_run(self._options)
         except HealcoreError as error:  # the message says what to do, without frames of healcore
             raise error.with_traceback(None)  # noqa: B904 -- the same error
-        self._pid = os.getpid()
 
     def _end(self, error: BaseException | None, by: EndedBy = "block") -> None:
         """Ends the run."""
         run = self._live
-        if os.getpid() != self._pid:  # a forked child must not end its parent's run
+        if os.getpid() != run.pid:  # a forked child must not end its parent's run
             run.end = RunEnd(Ending.EXCEPTION, error)
             return
         run.end = end_run(run, error, by=by)

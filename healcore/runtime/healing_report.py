@@ -14,7 +14,7 @@ from healcore.history.run_history import changes_made
 from healcore.runtime.data import BatchId
 from healcore.runtime.reporting.diagnosis import RunOutcome, explain, hints
 from healcore.runtime.reporting.postmortem import path_for
-from healcore.runtime.run.ledger import IncidentRecord
+from healcore.runtime.run.journal import IncidentRecord
 from healcore.runtime.run.out_of_memory import memory_text
 from healcore.runtime.run.run import Run
 from healcore.runtime.run.trouble import RollbackRecord

@@ -39,7 +39,6 @@ from healcore.policy import PolicyLike
 from healcore.runtime.healer import Healer, Item, State
 from healcore.runtime.run.ending.end import end_run
 from healcore.runtime.run.ending.exits import EndRequested, exit_for
-from healcore.runtime.run.process_runs import opened_runs
 from healcore.runtime.run.run import Run
 from healcore.runtime.run_options import HealerOptions
 
@@ -50,8 +49,6 @@ class _Started(NamedTuple):
     run: Run
     healer: weakref.ref[ScriptHealer[Any]]
     """The Healer. Without it, the program cannot continue the run."""
-    pid: int
-    """The process of the run. A forked child must not end its parent's run."""
     thread: threading.Thread
     """The thread that has opened the run, and trains it."""
 
@@ -62,7 +59,7 @@ class _Started(NamedTuple):
         if state.left_early or not (self.run.progress.steps_taken or state.is_complete):
             return False
         opened = 0 if healer is None else healer.opened_at_end
-        return opened is not None and opened_runs() > opened
+        return opened is not None and Run.opened > opened
 
     def _end(self, raised: BaseException | None) -> BaseException | None:
         """The reason why the run has ended early, or None if its loop has ended by itself."""
@@ -87,7 +84,7 @@ class _Started(NamedTuple):
         Args:
             raised: the uncaught exception of the program, or None.
         """
-        if self.run.end is not None or os.getpid() != self.pid:
+        if self.run.end is not None or os.getpid() != self.run.pid:
             return 0
         error = self._end(raised)
         replacement = end_run(self.run, error, by="exit").error
@@ -139,7 +136,7 @@ class ScriptHealer(Healer[State]):
         """A loop has ended by itself. Unless it runs in the body of another loop, the run ends."""
         if self.is_open:
             self._run.loop.save_at_loop_end(left=False)
-            self.opened_at_end = opened_runs()
+            self.opened_at_end = Run.opened
 
 
 def start(
@@ -186,9 +183,7 @@ def start(
             _started.remove(other)
     _install_hooks()  # first: the main thread may end while a side thread opens its run
     healer._open()
-    _started.append(
-        _Started(healer._run, weakref.ref(healer), os.getpid(), threading.current_thread())
-    )
+    _started.append(_Started(healer._run, weakref.ref(healer), threading.current_thread()))
     return healer
 
 

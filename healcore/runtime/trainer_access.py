@@ -147,8 +147,8 @@ class TrainerAccess:
 
     @searches_batch_size.setter
     def searches_batch_size(self, searches: bool) -> None:
-        is_new = not self._run.progress.resumed_here
-        self._run.loop.state.set_batch_size_search(searches=searches and is_new)
+        progress = self._run.progress
+        progress.searches_batch_size = searches and not progress.resumed_here
 
     # -- batches and steps ----------------------------------------------------------------------
 

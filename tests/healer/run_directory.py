@@ -5,12 +5,12 @@ import random
 from pathlib import Path
 from typing import Any
 
-from healcore.runtime.run.process_runs import forget_runs
+from healcore.runtime.run.run import Run
 
 
 def new_process() -> None:
     """Forgets which runs this process has completed, as a new process does."""
-    forget_runs()
+    Run.completed.clear()
 
 
 def events(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:

@@ -110,7 +110,7 @@ def test_a_warm_up_may_be_as_long_as_the_training():
         numbers(2000, 20, then=4)
 
 
-def test_a_loop_that_trains_unseen_is_told(caplog):
+def test_a_loop_that_trains_unseen_is_told():
     run = QLearner(Walk())
     other = torch.optim.SGD(run.net.parameters(), 0.1)
 
@@ -121,9 +121,8 @@ def test_a_loop_that_trains_unseen_is_told(caplog):
                 other.step()
                 other.zero_grad()
 
-    with pytest.raises(IncompleteRun, match="was not taken in 1000 iterations"):
+    with pytest.raises(IncompleteRun, match=r"not taken in 1000 iterations.*needs the optimizer"):
         train()
-    assert "the state needs the optimizer whose step() the loop calls" in caplog.text
 
 
 def test_an_environment_that_cannot_be_saved_is_refused():

@@ -5,13 +5,10 @@ The docstring of `Loop._between_steps` has the order of the work between two ste
     run              the parts, each by one name
     start            opens a run, and decides whether it resumes
     reports          what the run says at its start, at a rollback and at its end
-    process_runs     the runs of this process, so that none is begun twice
     run_settings     the program's settings, compared with the settings at the first start
 
     loop             the work between two steps
-    loop_state       where the program is in its loop: for the end of the run
-    program_watch    iterations without a step, changes of the model's structure: for `loop`
-    progress         the number of steps
+    progress         the number of steps, and where the program is in its loop
     dispatch_queue   records that are due
     out_of_memory    repeats a step in smaller parts, and says what holds the memory
 
@@ -28,8 +25,7 @@ Values that several folders exchange:
     trouble          why a run goes back, and the rollbacks that were tried for it
     envelope         what the run is held in
     run_record       what a checkpoint holds besides the state
-    journal          what the steps have shown
-    ledger           what has happened and was tried, also in undone steps
+    journal          what the steps have shown; what has happened, also in undone steps
     healthy_ranges   ranges in which the run was healthy
     engine_states    the states of engines after a rollback
     data_state       random states and positions of the loaders, as an item of a checkpoint

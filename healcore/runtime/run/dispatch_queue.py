@@ -9,11 +9,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from healcore.core.step_record import StepRecord, Why
 from healcore.runtime.data import BatchId
 from healcore.runtime.driver import PendingDispatch
+from healcore.runtime.run.progress import RunProgress
+
+if TYPE_CHECKING:
+    from healcore.runtime.run.trouble import Trouble
 
 LAG = 1
 """Number of dispatches after which the host reads a decision, so that reading does not wait."""
@@ -75,16 +79,27 @@ class DispatchQueue:
 
         host     dispatch n         read n - 1    dispatch n + 1    read n
         device   computes n ..................    computes n + 1 .........
+
+    Args:
+        progress: counts the steps. The host counts `PendingDispatch.count` steps when it queues a
+            dispatch. The device may have taken another number of steps, for example with
+            `optax.MultiSteps`, which is corrected when the dispatch is read.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, progress: RunProgress) -> None:
+        self._progress = progress
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets everything, at a way back: batches of an accumulation belong to no later step."""
         self._queue: deque[tuple[PendingDispatch, DispatchStart]] = deque()
         """Dispatches, each with the index of its first step and its batches."""
         self._read_steps: deque[StepResult] = deque()
         """Steps of the dispatch that was read last, which `read_next` has not returned yet."""
-        self._correction = 0
-        """See `take_count_correction`."""
-        self._accumulated: tuple[BatchId, ...] = ()
+        self.noted: deque[tuple[StepResult, Trouble | None]] = deque()
+        """Steps that were read before a save in the body of the loop, with their orders, on which
+        the next work between two steps acts."""
+        self._batches: tuple[BatchId, ...] = ()
         """Batches of an accumulation whose update has not been read."""
         self._contents: tuple[Any, ...] = ()
         """Content of these batches."""
@@ -113,11 +128,7 @@ class DispatchQueue:
         Args:
             every: whether every queued step is due, as at the end of a run.
         """
-        if self._read_steps:
-            return True
-        if every:
-            return bool(self._queue)
-        return len(self._queue) > LAG
+        return bool(self._read_steps) or len(self._queue) > (0 if every else LAG)
 
     def read_next(self) -> StepResult:
         """Takes the oldest step out of the queue.
@@ -128,93 +139,39 @@ class DispatchQueue:
             IndexError: no step is queued.
         """
         if not self._read_steps:
-            self._read_steps.extend(self._read(*self._queue.popleft()))
+            self._read(*self._queue.popleft())
         return self._read_steps.popleft()
 
-    def take_count_correction(self) -> int:
-        """Number of steps that were read since the last call, minus the expected number.
+    def peek_all(self) -> list[StepResult]:
+        """All queued steps, oldest first, which are due from then on. Waits for the device."""
+        while self._queue:
+            self._read(*self._queue.popleft())
+        return [*self._read_steps]
 
-        The host counts `PendingDispatch.count` steps when it queues a dispatch. The device may have
-        taken another number of steps, for example with `optax.MultiSteps`.
-        """
-        correction = self._correction
-        self._correction = 0
-        return correction
-
-    def _read(self, pending: PendingDispatch, first: DispatchStart) -> list[StepResult]:
+    def _read(self, pending: PendingDispatch, first: DispatchStart) -> None:
         """Reads a dispatch, and gives each of its steps an index and batches."""
         steps = pending.read()
         more = len(steps) - pending.count
         if more:
-            self._correction += more
-            self._shift_later(more)
-        found: list[StepResult] = []
-        for place in range(len(steps)):
-            found.append(self._result_of(first, steps, place, pending.vote_requested))
-        return found
-
-    def _shift_later(self, more: int) -> None:
-        """Moves the indices of the queued dispatches by a number of steps."""
-        moved: deque[tuple[PendingDispatch, DispatchStart]] = deque()
-        for queued, later in self._queue:
-            moved.append((queued, later._replace(index=later.index + more)))
-        self._queue = moved
-
-    def _result_of(
-        self,
-        first: DispatchStart,
-        steps: list[list[StepRecord]],
-        place: int,
-        vote_requested: bool,
-    ) -> StepResult:
-        """Gives one step of a dispatch its index and its batches. Called for each step in order.
-
-        Args:
-            first: what the dispatch had when it was queued.
-            steps: the records of all steps of the dispatch.
-            place: number of the step in the dispatch, from 0.
-            vote_requested: whether the dispatch asks for a vote.
-        """
-        records = steps[place]
-        batches = first.batches
+            self._progress.step += more
+            for place, (queued, later) in enumerate(self._queue):
+                self._queue[place] = queued, later._replace(index=later.index + more)
         # With as many batches as steps, each step has its own batch. Otherwise steps share them.
-        if len(steps) > 1 and len(first.batches) == len(steps):
-            batches = (first.batches[place],)
-        batches = self._accumulated + batches
-        is_last = place == len(steps) - 1
-        contents: tuple[Any, ...] = ()
-        if is_last:
-            contents = self._contents + first.contents
-        # Accumulated batches belong to the update that their gradients go into.
-        if _is_due(records):
-            self._accumulated = ()
+        shares = len(steps) == 1 or len(first.batches) != len(steps)
+        for place, records in enumerate(steps):
+            is_last = place == len(steps) - 1
+            batches, contents = (), ()
+            self._batches += first.batches if shares else (first.batches[place],)
             if is_last:
-                self._contents = ()
-        else:
-            self._accumulated = batches
-            batches = ()
-            if is_last:
-                self._contents = contents
-                contents = ()
-        return StepResult(
-            index=first.index + place,
-            records=records,
-            batches=batches,
-            contents=contents,
-            steps_at_once=len(steps),
-            vote_requested=vote_requested and is_last,
-        )
-
-    def forget_accumulation(self) -> None:
-        """Drops the batches of an accumulation that a rollback has undone.
-
-        All steps have been read before. Otherwise they would be assigned to the first step after
-        the rollback, which would be said to have trained on batches that it has not read.
-        """
-        self._accumulated = ()
-        self._contents = ()
-
-
-def _is_due(records: list[StepRecord]) -> bool:
-    """Whether a step is more than a part of an accumulation."""
-    return any(each.why != Why.NOT_DUE for each in records)
+                self._contents += first.contents
+            # Accumulated batches belong to the update that their gradients go into.
+            if any(each.why != Why.NOT_DUE for each in records):
+                batches, self._batches = self._batches, ()
+                if is_last:
+                    contents, self._contents = self._contents, ()
+            vote_requested = pending.vote_requested and is_last
+            self._read_steps.append(
+                StepResult(
+                    first.index + place, records, batches, contents, len(steps), vote_requested
+                )
+            )

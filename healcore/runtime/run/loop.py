@@ -27,11 +27,11 @@ The host reads a record a fixed number of steps later, so that it does not wait 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from healcore import console
+from healcore.console import first_of, passes_power_of_ten
 from healcore.core.decision import Action, names_of
 from healcore.core.errors import HealcoreError
 from healcore.runtime.data.sources import SourceCursor
@@ -39,41 +39,43 @@ from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.ending.completeness import stop_if_not_trained
 from healcore.runtime.run.ending.exits import AlreadyCompleted, IncompleteRun
-from healcore.runtime.run.loop_state import LoopPhase, LoopState
-from healcore.runtime.run.program_watch import (
-    MAX_ITERATIONS,
-    MAX_UNSEEN_STEPS,
-    MAX_WITHOUT_STEP,
-    StructureChanges,
-    warn_of_unseen_steps,
-)
+from healcore.runtime.run.run_record import MAX_CHANGES, StructureChange
 from healcore.runtime.run.trouble import RollbackRecord, Trouble
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
 
+MAX_UNSEEN_STEPS = 20
+"""Steps without a call of the Healer after which a line says what follows from that."""
+MAX_WITHOUT_STEP = 100
+"""Batches without a step after which a run may end. Fewer may be a gradient accumulation."""
+MAX_ITERATIONS = 1000
+"""Iterations of a loop without a step after which a run that trains ends with an error. No gradient
+accumulation is as long."""
+
 
 class Loop:
     """The work between two steps, for every kind of loop. It is not thread-safe.
 
+    Args:
+        run: the parts of the run.
+
     Attributes:
+        state: where the program is in its loop.
         has_trainer: whether a trainer (Lightning, Hugging Face) owns the loop, so that an early end
             is not a `break`.
-        state: where the program is in its loop. All that is read of the loop at the end of the run
-            is there.
     """
 
-    def __init__(self, run: Run, structure: StructureChanges, *, has_trainer: bool) -> None:
+    def __init__(self, run: Run) -> None:
         self.run = run
-        self.has_trainer = has_trainer
-        self.state = LoopState(run.loaders, run.progress, has_trainer=has_trainer)
+        self.state = run.progress
+        self.has_trainer = run.progress.has_trainer
         self._unseen_steps = 0
         """Number of optimizer steps before the program has first called the Healer."""
+        self._changes = 0
+        """Number of changes of the model's structure in this process."""
         self._rolled_back_by_update: RollbackRecord | None = None
         """The newest rollback by an `update` since the last `after_step`, or None without one."""
-        self._structure = structure
-        self._noted: deque[tuple[StepResult, Trouble | None]] = deque()
-        """Steps that were read before a save in the body of the loop, with their orders."""
 
     def on_step(self) -> None:
         """Called by the driver after each optimizer step, within the body of the loop."""
@@ -95,7 +97,7 @@ class Loop:
         - The loop does not count its steps itself, so it has not lost count where a checkpoint has
           replaced its snapshot. `own_count_obstacle` would end such a loop, and is dropped.
         """
-        self.state.follow_given_numbers()
+        self.state.own_count_obstacle = ""
         self.run.data_state.restore_once()
 
     def check_own_count(self) -> None:
@@ -147,7 +149,7 @@ class Loop:
         rollback = self._between_steps(last=last) or self._rolled_back_by_update
         self._rolled_back_by_update = None
         if last and rollback is None:
-            self.state.reach_end()
+            self.state.reached_end = True
             self.judge_at_end()
         return rollback
 
@@ -201,44 +203,34 @@ class Loop:
             The rollback, or None without one. After a rollback the rest of the work waits for the
             next step.
         """
-        run, step_batches, state = self.run, self.run.step_batches, self.state
+        run, state = self.run, self.state
         run.hang_guard.pause()
-        if not state.was_used:
-            state.note_use()
-        if state.in_evaluation:
-            state.end_evaluation()
+        state.was_used = True
         self.queue_dispatch()
         self.continue_by_step_number()
-        has_stepped = state.phase is LoopPhase.AFTER_STEP
+        has_stepped = state.is_after_step
         if has_stepped:  # what the rest of the body has changed belongs to the step
             run.saver.keep_weight_sample()
             if state.body_continues:
                 run.saver.keep_random_states()
         state.end_step()
-        rollback: RollbackRecord | None = None
         if last:
-            if has_stepped:
-                rollback = self._skip_if_nonfinite()
+            rollback = self._skip_if_nonfinite() if has_stepped else None
             return rollback or self.roll_back_at_end()
         if has_stepped:
-            self._structure.note()
+            self._note_structure()
             rollback = self.read_and_act() or self._skip_if_nonfinite() or self._save_when_due()
+            rollback = rollback or self._begin_or_end_freeze()
             if rollback is not None:
                 return rollback
-            if run.record.envelope.freezes(run.progress.step) != run.holding.freezes:
-                rollback = self.read_and_act(every=True)
-                if rollback is not None:
-                    return rollback
-                run.holding.hold(run.record.envelope, run.progress.step)
             run.end_requests.vote_when_due(run.progress.step, run.log)
             run.saver.poll()
         self.log_warnings()
-        waiting = len(step_batches.pending_ids)
+        waiting = len(run.step_batches.pending_ids)
         if waiting in (MAX_WITHOUT_STEP, MAX_ITERATIONS):
-            warn_of_unseen_steps(run, waiting)
+            self.warn_of_unseen_steps(waiting)
         # Within an accumulation the state cannot be saved, so the run ends after the accumulation.
-        within_step = waiting > 0 or step_batches.within_batch
-        may_end = not within_step or waiting >= MAX_WITHOUT_STEP
+        may_end = run.step_batches.between_steps or waiting >= MAX_WITHOUT_STEP
         run.end_requests.raise_or_propose(may_end=may_end)
         return None
 
@@ -254,13 +246,12 @@ class Loop:
         pending = run.driver.take_dispatch()
         if pending is None:
             return
-        if self.state.phase is LoopPhase.COMPLETED:
+        if self.state.is_complete:
             raise AlreadyCompleted(
                 f"this run has completed at step {run.progress.step}, and the loop trains on: a "
                 "loop over healer.batches, healer.epochs or healer.steps ends at once. To train "
                 "further, pass resume=True; for a new run, pass an empty directory"
             )
-        self.state.count_step()
         loaders = run.loaders
         loader = loaders.last_trained
         first = run.step_batches.count_dispatch(pending)
@@ -280,7 +271,7 @@ class Loop:
         it, for a save at a later end of the run.
         """
         self.queue_dispatch()
-        self.state.continue_body()
+        self.state.body_continues = True
 
     def _skip_if_nonfinite(self) -> RollbackRecord | None:
         """Skips the batch that brings back NaN or Inf, by a rollback to before its step.
@@ -296,9 +287,16 @@ class Loop:
         rollback = self.read_and_act(every=True)
         if rollback is not None:
             return rollback
-        rollback = self.run.recovery.go_back(trouble, trouble.found_at)
-        if rollback is not None:
-            self._on_rollback()
+        return self.run.recovery.go_back(trouble, trouble.found_at)
+
+    def _begin_or_end_freeze(self) -> RollbackRecord | None:
+        """Freezes the steps from now on, or ends it, as the envelope says. May roll back before."""
+        run = self.run
+        if run.record.envelope.freezes(run.progress.step) == run.holding.freezes:
+            return None
+        rollback = self.read_and_act(every=True)
+        if rollback is None:
+            run.holding.hold(run.record.envelope, run.progress.step)
         return rollback
 
     def _save_when_due(self) -> RollbackRecord | None:
@@ -316,11 +314,9 @@ class Loop:
         if rollback is not None or self.run.schedule.delayed:
             return rollback
         rollback = self.run.nonfinite_recovery.roll_back_if_saved()
-        if rollback is not None:
-            self._on_rollback()
-            return rollback
-        self.run.saver.save(SaveReason.REGULAR)
-        return None
+        if rollback is None:
+            self.run.saver.save(SaveReason.REGULAR)
+        return rollback
 
     def save_after_break(self) -> None:
         """Saves the checkpoint of this step once more, if a `break` has followed its first save.
@@ -361,11 +357,11 @@ class Loop:
             is_one_of_several = run.loaders.passes > 1 and not state.reached_end
             if not (state.in_body or (is_one_of_several and run.schedule.saves_are_slow)):
                 run.saver.save_last(completed=True)
-                state.rest()
+                state.at_rest = True
         elif run.ranks.world == 1 and self.count_last_step():
             try:
                 if not run.saver.save_emergency(""):
-                    state.rest()
+                    state.at_rest = True
             except Exception as problem:  # the exception of the body is the one to be seen
                 self.warn(f"no checkpoint was saved at the end of the loop: {problem}")
 
@@ -421,8 +417,6 @@ class Loop:
                 rollback = recovery.accept_intended(newest, at_end=True)
         if rollback is None and alone:
             rollback = self.run.nonfinite_recovery.roll_back_if_saved(at_end=of_training)
-        if rollback is not None:
-            self._on_rollback()
         return rollback
 
     def judge_at_end(self) -> None:
@@ -457,7 +451,6 @@ class Loop:
         for result, order in self._process_due(every=every):
             rollback = self.run.recovery.act(result, order)
             if rollback is not None:
-                self._on_rollback()
                 return rollback
             if order is not None and order.action & Action.SAVE:
                 return self.read_and_act(every=True, saves=True)
@@ -476,13 +469,13 @@ class Loop:
 
     def _process_due(self, *, every: bool) -> Iterator[tuple[StepResult, Trouble | None]]:
         """Processes the steps that are due; yields each with its order, not yet carried out."""
-        guard = self.run.hang_guard
-        while self._noted or self.run.dispatch_queue.has_due(every=every):
-            if not self._noted:
+        queue, guard = self.run.dispatch_queue, self.run.hang_guard
+        while queue.noted or queue.has_due(every=every):
+            if not queue.noted:
                 guard.watch()  # reading waits for the device
                 self._note_next()
                 guard.pause()
-            yield self._noted.popleft()
+            yield queue.noted.popleft()
 
     def _note_next(self) -> None:
         """Reads the oldest queued step, and finds its order."""
@@ -492,12 +485,8 @@ class Loop:
         except HealcoreError as error:
             run.progress.reading_error = error
             raise
-        self._noted.append((result, run.recovery.find_order(result)))
+        run.dispatch_queue.noted.append((result, run.recovery.find_order(result)))
         run.end_requests.note_mark(result)
-
-    def _on_rollback(self) -> None:
-        """Forgets the noted steps, which a rollback has undone."""
-        self._noted.clear()
 
     # -- the end of the run, see `shutdown` -----------------------------------------------------
 
@@ -521,7 +510,7 @@ class Loop:
                 problem = f"{what} was ordered by the last steps of the run and not carried out"
                 self.run.log.problem(result.index, problem)
 
-    # -- warnings -------------------------------------------------------------------------------
+    # -- what the program does ------------------------------------------------------------------
 
     def warn(self, problem: str) -> None:
         """Reports a problem of the current step, as an event and a line of the log.
@@ -535,6 +524,52 @@ class Loop:
         """Reports the warnings of the driver."""
         while self.run.driver.warnings:
             self.warn(self.run.driver.warnings.pop(0))
+
+    def warn_of_unseen_steps(self, waiting: int) -> None:
+        """Warns a loop that reads batches and takes no step of an optimizer in the state.
+
+        Such a program may train an optimizer that is not in the state, or its steps have no
+        gradients.
+
+        Args:
+            waiting: number of batches since the last step: `MAX_WITHOUT_STEP` or `MAX_ITERATIONS`.
+        """
+        run, reason = self.run, self.run.driver.no_step_reason()
+        loader = run.step_batches.last_read
+        trains = loader is None or loader.trains or not run.progress.step
+        if not reason and trains and waiting == MAX_ITERATIONS:
+            reason = (
+                f"{waiting} batches without a step that the Healer sees: the state needs the "
+                "optimizer whose step() the loop calls"
+            )
+        if reason:
+            self.warn(reason)
+
+    def _note_structure(self) -> None:
+        """Records that the program has added or removed parameters, and makes a checkpoint due.
+
+        Earlier checkpoints and earlier weights in memory do not fit such a model. Without a record
+        of the change, a rollback would try to restore them, and a restart would reject a model of
+        another structure. A program may change its structure often, as in progressive growing, so
+        lines in the log become rarer with the number of changes.
+        """
+        run = self.run
+        changes = run.driver.structure_changes()
+        if not changes:
+            return
+        step, epoch = run.progress.step, run.loaders.place.epoch
+        changed = StructureChange(max(step - 1, 0), epoch)
+        run.record.changes = [*run.record.changes, changed][-MAX_CHANGES:]
+        run.loaders.epoch_loop.changed_in = epoch
+        run.witness.on_structure_change()
+        run.schedule.after_change = True
+        self._changes += 1
+        if passes_power_of_ten(self._changes - 1, self._changes):
+            run.log.note(
+                step,
+                f"the program has changed the structure of its model: {first_of(changes)}. "
+                "A checkpoint follows, because earlier ones do not fit it",
+            )
 
 
 _UNSEEN_STEPS = (

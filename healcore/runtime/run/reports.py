@@ -78,7 +78,7 @@ def warn_of_snapshot(run: Run, settings: dict[str, Any], saved: Mapping[str, Any
             f"{run.progress.step} replaces its state and the weights. A loop that counts its own "
             "steps would lose or repeat steps: write healer.steps or healer.epochs"
         )
-        run.loop.state.reject_own_count(obstacle)
+        run.loop.state.own_count_obstacle = obstacle
         run.loop.warn(obstacle)
 
 

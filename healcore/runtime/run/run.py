@@ -1,10 +1,11 @@
-"""`Run`: the parts of one run, each by one name; `construct` makes them."""
+"""`Run`: the parts of one run, each by one name."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from healcore.core.decision import Cause
 from healcore.events import Log
@@ -27,11 +28,9 @@ from healcore.runtime.run.ending.requests import EndRequests
 from healcore.runtime.run.ending.stopping import Stopping
 from healcore.runtime.run.incidents.metrics import RunMetrics
 from healcore.runtime.run.incidents.monitor import IncidentMonitor
-from healcore.runtime.run.journal import Journal
-from healcore.runtime.run.ledger import Ledger
+from healcore.runtime.run.journal import Journal, Ledger
 from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.out_of_memory import OutOfMemory
-from healcore.runtime.run.program_watch import StructureChanges
 from healcore.runtime.run.progress import RunProgress
 from healcore.runtime.run.restore.way_back import WayBack
 from healcore.runtime.run.rollback.holding import Holding
@@ -39,14 +38,13 @@ from healcore.runtime.run.rollback.nonfinite import NonfiniteRecovery
 from healcore.runtime.run.rollback.recovery import Recovery
 from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.run.witness.witness import Witness
-from healcore.runtime.run_options import HostPolicy, Options
+from healcore.runtime.run_options import Options
 from healcore.runtime.store.checkpoints import StoreError
 from healcore.runtime.store.claim import Claim
 from healcore.runtime.store.ranks import Ranks
 from healcore.runtime.store.store import CheckpointStore
 
 
-@dataclass(eq=False)
 class Run:
     """The parts of one run, each by one name.
 
@@ -60,69 +58,102 @@ class Run:
                         +- schedule, saver,                             checkpoints
                         +- way_back                                     restores
 
-    `construct` makes the parts in the order of the fields. No part replaces another one. A part
-    takes the `Run`, and uses the other parts by their names, as in `self.run.recovery`. While it is
-    made, it may read the fields above its own.
+    No part replaces another one. A part takes the `Run`, and uses the other parts by their names,
+    as in `self.run.recovery`. While it is made, it may read the parts above its own.
+
+    No part does anything while it is made. `open_run` then resumes from a checkpoint.
 
     `record` has what a checkpoint saves. Three states in it are used by a name of their own, and by
     no other: `journal`, `ledger` and `holding.envelope`.
+
+    Args:
+        options: the arguments of `Healer`.
+        driver: the framework, attached to the optimizers.
+        ranks: the processes of the run.
+        store: the checkpoints.
+        claims: the locks of the store's directories.
+
+    Raises:
+        StoreError: a file of events or metrics cannot be opened.
     """
 
-    policy: HostPolicy
-    """The policy with the rules that the host applies."""
-    driver: Driver
-    """The framework: the state of the program, its optimizers and their engines."""
-    store: CheckpointStore
-    """The checkpoints."""
-    ranks: Ranks
-    """The processes of the run."""
-    log: RunLog
-    """Events, metrics and console lines."""
-    record: RunRecord
-    """The facts of the run that a checkpoint holds, without the facts at a step."""
-    end_requests: EndRequests
-    """Signals, the stop file and the votes to end."""
-    claims: Sequence[Claim]
-    """The locks of the store's directories."""
+    opened: ClassVar = 0
+    """Number of runs that this process has opened, with and without a directory."""
+    completed: ClassVar[set[Path]] = set()
+    """The directories of the runs that this process has completed. A program that trains several
+    runs may pass the same one twice by mistake: the second run then raises an error, instead of a
+    load of the final state of the first run."""
 
-    progress: RunProgress = field(default_factory=RunProgress, init=False)
-    """Steps done, in the run and in this process."""
-    loaders: Sources = field(init=False)
-    """The loaders of the program, with their positions."""
-    data_state: DataState = field(init=False)
-    """Random states and loader positions, as an item of a checkpoint."""
-    step_batches: StepBatches = field(init=False)
-    """The batches that were read since the last step."""
-    schedule: SaveSchedule = field(init=False)
-    """When a regular save is due."""
-    dispatch_queue: DispatchQueue = field(default_factory=DispatchQueue, init=False)
-    """Dispatches that the host has not read yet."""
-    metrics: RunMetrics = field(init=False)
-    """The metrics of the newest step, counts since the run began, and the learning rates."""
-    monitor: IncidentMonitor = field(init=False)
-    """Fills the ledger with incidents, writes events, and calls the hooks of the program."""
-    holding: Holding = field(init=False)
-    """Learns in which ranges the run is healthy, and holds what has left its range."""
-    witness: Witness = field(init=False)
-    """Compares the weights with earlier weights."""
-    saver: Saver = field(init=False)
-    """Saves and deletes checkpoints, and knows which are finite, damaged or known-good."""
-    way_back: WayBack = field(init=False)
-    """Continues the run from a checkpoint, at a start and at a rollback."""
-    nonfinite_recovery: NonfiniteRecovery = field(init=False)
-    """Notices NaN and Inf in weights, in a save, and in every step."""
-    stopping: Stopping = field(init=False)
-    """Stops the run with a diagnosis."""
-    recovery: Recovery = field(init=False)
-    """Answers each trouble: goes back, accepts or stops."""
-    hang_guard: HangGuard = field(init=False)
-    """Reports a step that never returns."""
-    out_of_memory: OutOfMemory = field(init=False)
-    """Splits batches that do not fit into memory."""
-    loop: Loop = field(init=False)
-    """The work between two steps."""
-    end: RunEnd | None = field(default=None, init=False)
-    """How the run has ended, or None until then."""
+    def __init__(
+        self,
+        options: Options,
+        driver: Driver,
+        ranks: Ranks,
+        store: CheckpointStore,
+        claims: Sequence[Claim],
+    ) -> None:
+        policy, of_trainer = options.policy, run_settings.trainer_settings(options.state)
+        self.pid = os.getpid()
+        """The process of the run. A forked child must not end its parent's run."""
+        self.policy = policy
+        """The policy with the rules that the host applies."""
+        self.driver = driver
+        """The framework: the state of the program, its optimizers and their engines."""
+        self.ranks = ranks
+        """The processes of the run."""
+        self.claims = claims
+        """The locks of the store's directories."""
+        self.store = store
+        """The checkpoints."""
+        self.store.nonfinite_ok += tuple(options.checkpoints.nonfinite_ok)
+        self.log = _open_log(options, self.store, ranks)
+        """Events, metrics and console lines."""
+        self.record = RunRecord()
+        """The facts of the run that a checkpoint holds, without the facts at a step."""
+        self.end_requests = EndRequests(ranks, driver, options.stop_file)
+        """Signals, the stop file and the votes to end."""
+        retries = None
+        if "retry" in policy.answers(Cause.NETWORK):
+            retries = Retries("reading a batch", policy, self)
+        self.loaders = Sources(retries)
+        """The loaders of the program, with their positions."""
+        self.progress = RunProgress(self.loaders, has_trainer=bool(of_trainer))
+        """Steps done, in the run and in this process, and the phase of the loop."""
+        self.dispatch_queue = DispatchQueue(self.progress)
+        """Dispatches that the host has not read yet."""
+        self.data_state = DataState(self.loaders)
+        """Random states and loader positions, as an item of a checkpoint."""
+        loss_fn = options.loss_fn if policy.rolls_back else None
+        self.step_batches = StepBatches(self, keeps_contents=loss_fn is not None)
+        """The batches that were read since the last step."""
+        self.schedule = SaveSchedule(self, options.checkpoints.every)
+        """When a regular save is due."""
+        self.metrics = RunMetrics(self)
+        """The metrics of the newest step, counts since the run began, and the learning rates."""
+        self.monitor = IncidentMonitor(self, options.hooks)
+        """Fills the ledger with incidents, writes events, and calls the hooks of the program."""
+        self.holding = Holding(self)
+        """Learns in which ranges the run is healthy, and holds what has left its range."""
+        self.witness = Witness(self, loss_fn, options.loss_fn_cost)
+        """Compares the weights with earlier weights."""
+        self.saver = Saver(self, options.checkpoints.keep)
+        """Saves and deletes checkpoints, and knows which are finite, damaged or known-good."""
+        self.way_back = WayBack(self)
+        """Continues the run from a checkpoint, at a start and at a rollback."""
+        self.nonfinite_recovery = NonfiniteRecovery(self)
+        """Notices NaN and Inf in weights, in a save, and in every step."""
+        self.stopping = Stopping(self)
+        """Stops the run with a diagnosis."""
+        self.recovery = Recovery(self, ends_by_steps=run_settings.trainer_ends_by_steps(of_trainer))
+        """Answers each trouble: goes back, accepts or stops."""
+        self.hang_guard = HangGuard(policy, ranks, self.log)
+        """Reports a step that never returns."""
+        self.out_of_memory = OutOfMemory(self)
+        """Splits batches that do not fit into memory."""
+        self.loop = Loop(self)
+        """The work between two steps."""
+        self.end: RunEnd | None = None
+        """How the run has ended, or None until then."""
 
     @property
     def ledger(self) -> Ledger:
@@ -133,66 +164,6 @@ class Run:
     def journal(self) -> Journal:
         """What the steps up to now have shown. A way back takes the journal of the checkpoint."""
         return self.record.journal
-
-
-def construct(
-    options: Options,
-    driver: Driver,
-    ranks: Ranks,
-    store: CheckpointStore,
-    claims: Sequence[Claim],
-) -> Run:
-    """Makes a run with all of its parts, in the order of the fields of `Run`.
-
-    No part does anything while it is made. `open_run` then resumes from a checkpoint.
-
-    Args:
-        options: the arguments of `Healer`.
-        driver: the framework, attached to the optimizers.
-        ranks: the processes of the run.
-        store: the checkpoints.
-        claims: the locks of the store's directories.
-
-    Returns:
-        The run. Nothing is restored and nothing is logged yet.
-
-    Raises:
-        StoreError: a file of events or metrics cannot be opened.
-    """
-    policy, record = options.policy, RunRecord()
-    store.nonfinite_ok += tuple(options.checkpoints.nonfinite_ok)
-    run = Run(
-        policy=policy,
-        driver=driver,
-        store=store,
-        ranks=ranks,
-        log=_open_log(options, store, ranks),
-        record=record,
-        end_requests=EndRequests(ranks, driver, options.stop_file),
-        claims=claims,
-    )
-    loss_fn = options.loss_fn if policy.rolls_back else None
-    retries = None
-    if "retry" in policy.answers(Cause.NETWORK):
-        retries = Retries("reading a batch", policy, run)
-    run.loaders = Sources(retries)
-    run.data_state = DataState(run.loaders)
-    run.step_batches = StepBatches(run, keeps_contents=loss_fn is not None)
-    run.schedule = SaveSchedule(run, options.checkpoints.every)
-    run.metrics = RunMetrics(run)
-    run.monitor = IncidentMonitor(run, options.hooks)
-    run.holding = Holding(run)
-    run.witness = Witness(run, loss_fn, options.loss_fn_cost)
-    run.saver = Saver(run, options.checkpoints.keep)
-    run.way_back = WayBack(run)
-    run.nonfinite_recovery = NonfiniteRecovery(run)
-    run.stopping = Stopping(run)
-    of_trainer = run_settings.trainer_settings(options.state)
-    run.recovery = Recovery(run, ends_by_steps=run_settings.trainer_ends_by_steps(of_trainer))
-    run.hang_guard = HangGuard(policy, ranks, run.log)
-    run.out_of_memory = OutOfMemory(run)
-    run.loop = Loop(run, StructureChanges(run), has_trainer=bool(of_trainer))
-    return run
 
 
 def _open_log(options: Options, store: CheckpointStore, ranks: Ranks) -> RunLog:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter
@@ -20,8 +20,7 @@ from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter
 from healcore.runtime.data import BatchId
 from healcore.runtime.run.envelope import Envelope
 from healcore.runtime.run.healthy_ranges import HealthyValues
-from healcore.runtime.run.journal import Journal
-from healcore.runtime.run.ledger import Ledger
+from healcore.runtime.run.journal import Journal, Ledger
 from healcore.runtime.run.out_of_memory import PartSize
 from healcore.runtime.run.witness.evidence import ComparisonState
 from healcore.runtime.store.checkpoints import AttemptHistory, StoreError
@@ -104,16 +103,6 @@ class RunRecord:
     last_regular: int | None = None
     """Step of the last regular save, or None without one."""
 
-    def add_change(self, step: int, epoch: int) -> None:
-        """Adds a change of the structure of the model, and drops the oldest of too many.
-
-        Args:
-            step: first step with the new structure.
-            epoch: epoch of this step.
-        """
-        self.changes.append(StructureChange(step, epoch))
-        del self.changes[:-MAX_CHANGES]
-
     @property
     def attempt_history(self) -> AttemptHistory:
         """The attempts of the run, and the step up to which checkpoints are known-good.
@@ -143,9 +132,7 @@ class RunRecord:
         Args:
             newest: the newest record in the store.
         """
-        for each in fields(self):
-            setattr(self, each.name, getattr(newest, each.name))
-        self.completed = False
+        vars(self).update(vars(newest), completed=False)
 
     def go_back_to(self, saved: RunRecord) -> None:
         """Takes the facts of a step, at a start and at a rollback. Those of the run stay.
@@ -153,10 +140,8 @@ class RunRecord:
         Args:
             saved: the record of the checkpoint from which the run continues.
         """
-        self.journal = saved.journal
-        self.healthy = saved.healthy
-        self.envelope = saved.envelope
-        self.is_in_body = saved.is_in_body
+        for name in _AT_STEP:
+            setattr(self, name, getattr(saved, name))
         self.ledger.end_incident()
         # The program will make a change in undone steps once more.
         self.changes = [each for each in self.changes if each.step < saved.step]
@@ -167,10 +152,8 @@ class RunRecord:
         Args:
             saved: the record of the checkpoint of that step.
         """
-        other = replace(saved)
-        other.continue_run(replace(self, ledger=copy.deepcopy(self.ledger)))
-        for name in _AT_STEP:
-            setattr(other, name, getattr(saved, name))
+        ledger, comparisons = copy.deepcopy(self.ledger), saved.comparisons
+        other = replace(self, ledger=ledger, comparisons=comparisons, completed=False)
         other.go_back_to(saved)
         return other
 
@@ -199,6 +182,9 @@ class RunRecord:
         return _RECORD.validate_json(json.dumps(content), strict=True)
 
 
-_AT_STEP = ("step", "world", "engines", "skipped", "forward", "comparisons", "last_regular")
-"""Fields about a step that only a checkpoint has, or that a part takes from it."""
+_AT_STEP = (
+    *("step", "world", "engines", "journal", "healthy", "envelope"),
+    *("skipped", "forward", "is_in_body", "last_regular"),
+)
+"""Fields about a step. `comparisons` is one too, which the witness takes."""
 _RECORD = TypeAdapter(RunRecord)

@@ -35,8 +35,7 @@ def settings_of(driver: Driver, policy: HostPolicy, state: Any, world: int) -> d
     """
     settings = dict(driver.settings())
     for each in trainer_settings(state):
-        if isinstance(each, dict):
-            settings |= each
+        settings |= each
     settings[_POLICY] = f"{policy.name} ({(policy.engine.fingerprint or 'unnamed')[:8]})"
     return {**settings, _WORLD: world}
 
@@ -124,17 +123,17 @@ def settings_for_events(settings: Mapping[str, Any], rate: float | None) -> dict
     return shown
 
 
-def trainer_settings(state: Any) -> list[Any]:
+def trainer_settings(state: Any) -> list[dict[str, Any]]:
     """The attribute `run_settings` of each part of the state that a trainer has made.
 
     A trainer that owns the loop decides when its run is complete.
     """
     parts = state.values() if isinstance(state, Mapping) else ()
-    settings = [attribute(part, "run_settings") for part in parts]
-    return [each for each in settings if each is not None]
+    found = [attribute(part, "run_settings") for part in parts]
+    return [each for each in found if isinstance(each, dict)]
 
 
-def trainer_ends_by_steps(settings: list[Any]) -> bool:
+def trainer_ends_by_steps(settings: list[dict[str, Any]]) -> bool:
     """Whether the settings of a trainer limit its steps (`max_steps`).
 
     Such a trainer takes this number of steps from as many batches as they need. Skipped batches
@@ -143,5 +142,5 @@ def trainer_ends_by_steps(settings: list[Any]) -> bool:
     Args:
         settings: the result of `trainer_settings`.
     """
-    limits = [each.get("max_steps") for each in settings if isinstance(each, dict)]
+    limits = [each.get("max_steps") for each in settings]
     return any(isinstance(limit, int) and limit > 0 for limit in limits)

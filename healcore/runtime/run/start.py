@@ -3,7 +3,7 @@
     open_run
         driver, ranks          attach to the optimizers; the ranks compare their arguments
         claims                 lock the directories, remove files of killed processes
-        construct              the parts, in the order of the fields of `Run`
+        Run                    the parts
         _start                 what is in the store, and the first lines of the log
             _may_resume        may this start resume?
             _resume, _begin    resume, or the first snapshot
@@ -21,20 +21,15 @@ from typing import Any
 
 from healcore.console import counted, first_of
 from healcore.history import RunHistory
-from healcore.runtime.driver import WEIGHTS
-from healcore.runtime.driver_choice import driver_for
+from healcore.runtime.driver import WEIGHTS, driver_for
 from healcore.runtime.reporting import postmortem
 from healcore.runtime.run import reports
 from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.ending.exits import EndRequested
-from healcore.runtime.run.process_runs import count_run, has_completed_run
-from healcore.runtime.run.run import Run, construct
+from healcore.runtime.run.progress import LoopPhase
+from healcore.runtime.run.run import Run
 from healcore.runtime.run.run_record import RunRecord
-from healcore.runtime.run.run_settings import (
-    changes_since,
-    settings_of,
-    why_other_run,
-)
+from healcore.runtime.run.run_settings import changes_since, settings_of, why_other_run
 from healcore.runtime.run_options import Options
 from healcore.runtime.store.checkpoints import CheckpointInfo, NoGoodCheckpoint, StoreError
 from healcore.runtime.store.claim import Claim
@@ -75,9 +70,9 @@ def open_run(options: Options) -> Run:
         if not isinstance(store, CheckpointStore):
             store = driver.store(store)
         warnings = run_on_first(ranks, partial(_claim, store, claims))
-        run = construct(options, driver, ranks, store, claims)
+        run = Run(options, driver, ranks, store, claims)
         _start(run, options, warnings)
-        count_run()
+        Run.opened += 1
     except BaseException:
         for each in claims:
             each.release()
@@ -174,7 +169,7 @@ def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
         raise
     _warn_of_lost_steps(run, last_saved, saves)
     if run.progress.had_completed and options.resume is not True and not run.loop.has_trainer:
-        run.loop.state.find_completed()
+        run.progress.phase = LoopPhase.COMPLETED
     run.record.settings = run.record.settings or settings
     reports.say_what_begins(run, settings, changes, resumed=resumes)
     if resumes and not run.loop.has_trainer:
@@ -257,7 +252,7 @@ def _may_resume(
     which = ""
     if newest.completed and resume is not True:
         which = why_other_run(changes)
-        if root is not None and has_completed_run(root):
+        if root is not None and root.resolve() in run.completed:
             which = "that this process has completed"
     if which:
         raise StoreNotEmpty(
@@ -313,7 +308,8 @@ def _resume(run: Run, record: RunRecord, newest: RunRecord | None) -> None:
     run.progress.resume(step, completed=completed)
     run.data_state.resume(random_states)
     if run.record.is_in_body and not (completed or run.loop.has_trainer):
-        run.loop.state.resume_in_body()  # before a record is written, which has to say so too
+        # Before a record is written, which has to say so too.
+        run.progress.phase = LoopPhase.AFTER_STEP
     run.log.event("resume", step=step, checkpoint=step)
     reports.report_before_kill(run, step)
     if not run.witness.state.anchors:

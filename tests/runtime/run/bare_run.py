@@ -5,7 +5,9 @@ from typing import Any
 from healcore.runtime.driver import Driver
 from healcore.runtime.reporting.run_log import RunLog
 from healcore.runtime.run.checkpoints.schedule import SaveSchedule
+from healcore.runtime.run.dispatch_queue import DispatchQueue
 from healcore.runtime.run.out_of_memory import OutOfMemory
+from healcore.runtime.run.progress import RunProgress
 from healcore.runtime.run.run import Run
 from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.run_options import HostPolicy
@@ -14,19 +16,13 @@ from healcore.runtime.store.ranks import Alone
 
 def bare_run(log: RunLog, driver: Driver, *, policy: Any = "default", store: Any = None) -> Run:
     """The run of one process. The test sets the parts that it uses."""
-    record = RunRecord()
-    nothing: Any = None
+    run = object.__new__(Run)
+    run.policy = policy if isinstance(policy, HostPolicy) else HostPolicy.of(policy)
     no_store: Any = driver
-    run = Run(
-        policy=policy if isinstance(policy, HostPolicy) else HostPolicy.of(policy),
-        driver=driver,
-        store=no_store if store is None else store,
-        ranks=Alone(),
-        log=log,
-        record=record,
-        end_requests=nothing,
-        claims=(),
-    )
+    run.driver, run.store = driver, no_store if store is None else store
+    run.ranks, run.log, run.claims = Alone(), log, ()
+    run.record, run.progress, run.end = RunRecord(), RunProgress(), None
+    run.dispatch_queue = DispatchQueue(run.progress)
     run.out_of_memory = OutOfMemory(run)
     return run
 

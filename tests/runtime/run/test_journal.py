@@ -59,15 +59,6 @@ def test_the_batches_are_those_of_a_dictionary(actions):
             assert state.batches_between(first, newest) == list(chain.from_iterable(rest))
 
 
-def test_steps_that_read_on_are_one_entry():
-    state = Journal()
-    for step in range(1000):
-        batches = [BatchId(0, 2 * step), BatchId(0, 2 * step + 1)]
-        read(state, step, batches, kept=10_000)
-    assert len(state.batches) == 1
-    assert state.batches_of([999]) == [BatchId(0, 1998), BatchId(0, 1999)]
-
-
 def test_batches_of_an_earlier_loader_are_left_out():
     state = Journal()
     read(state, 0, [BatchId(0, 0)], kept=KEPT)

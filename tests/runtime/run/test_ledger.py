@@ -7,8 +7,7 @@ from healcore.core.engine.incident import incident_causes
 from healcore.core.step_record import Why
 from healcore.policy import load
 from healcore.runtime.run.dispatch_queue import StepResult
-from healcore.runtime.run.journal import Journal
-from healcore.runtime.run.ledger import Ledger
+from healcore.runtime.run.journal import Journal, Ledger
 from healcore.runtime.run.trouble import RollbackRecord, Trouble
 from tests.healer.step_records import record
 

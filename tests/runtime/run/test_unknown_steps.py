@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict
 
-from healcore.runtime.run.ledger import IncidentRecord
+from healcore.runtime.run.journal import IncidentRecord
 from healcore.runtime.run.run_record import RunRecord
 
 

@@ -78,16 +78,16 @@ def loop_over_batches(
             _end(run, loader, is_numbered=epoch is not None)
             return
         hang_guard.watch()  # the time of the body counts as a step
-        in_outer_body = state.enter_body()
+        in_outer_body, state.in_body = state.in_body, True
         try:
             yield batch
-            state.leave_body(in_outer_body=in_outer_body)
+            state.in_body = in_outer_body
         except GeneratorExit:  # the program has left its loop by `break`
-            if not state.run_has_ended:
+            if run.end is None:
                 _leave_body(run, loader, in_outer_body=in_outer_body)
             raise
         finally:
-            if not state.run_has_ended:
+            if run.end is None:
                 loader.in_use = False
         loop.queue_dispatch()
         if not loop.work_waits(loader):
@@ -175,7 +175,7 @@ def _leave_body(run: Run, loader: SourceCursor, *, in_outer_body: bool) -> None:
     if state.has_taken_yielded_step:
         run.loaders.forget_pending(loader)  # an evaluation: no step uses its batches
     if state.reached_end:  # an evaluation after the training
-        state.leave_body(in_outer_body=in_outer_body)
+        state.in_body = in_outer_body
 
 
 def _end(run: Run, loader: SourceCursor, *, is_numbered: bool) -> None:
@@ -221,4 +221,4 @@ def loop_over_blocks(run: Run, blocks: ScanBlocks, dispatch: Callable[[int, int]
     epoch = epoch_loop.next_epoch if epoch_loop.can_return else None
     for _ in loop_over_batches(run, blocks, 1, epoch):
         dispatch(blocks.first, blocks.count)
-    run.loop.state.reach_end()
+    run.loop.state.reached_end = True

@@ -12,11 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from healcore.runtime.run.ending.exits import IncompleteRun
-from healcore.runtime.run.program_watch import (
-    MAX_ITERATIONS,
-    MAX_WITHOUT_STEP,
-    warn_of_unseen_steps,
-)
+from healcore.runtime.run.loop import MAX_ITERATIONS
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
@@ -37,26 +33,26 @@ def loop_over_epochs(run: Run, total: int) -> Iterator[int]:
     """
     loaders, state = run.loaders, run.loop.state
     loaders.epoch_loop.total_epochs = total
-    state.follow_given_numbers()
+    state.own_count_obstacle = ""
     if state.is_complete:
         run.data_state.restore()  # the program draws on as after the end of the run
         loaders.end_epochs()
-        state.reach_end()
+        state.reached_end = True
         return
     epoch = loaders.epoch_loop.next_epoch
     try:
         while epoch < total:
             run.data_state.begin_pass()
             if _steps_are_epochs(run, epoch):
-                state.count_steps_as_epochs()
+                state.step_is_epoch = True
                 for number in loop_over_steps(run, total):
                     loaders.epoch_loop.next_epoch = number
                     yield number
                 return
             loaders.begin_epoch(epoch)
-            state.enter_body()
+            state.in_body = True
             yield epoch
-            state.leave_body()
+            state.in_body = False
             if loaders.epoch_loop.returns_to is not None:
                 # The line of the rollback has named this epoch. The program's code after the pass
                 # has run with the restored state (an evaluation, the step of a scheduler), so the
@@ -69,7 +65,7 @@ def loop_over_epochs(run: Run, total: int) -> Iterator[int]:
                 run.saver.keep_random_states()
                 run.saver.keep_weight_sample()
         run.loop.judge_at_end()
-        state.reach_end()
+        state.reached_end = True
     finally:
         loaders.end_epochs()
 
@@ -108,28 +104,28 @@ def loop_over_steps(run: Run, total: int) -> Iterator[int]:
     if state.is_complete:
         run.data_state.restore()
         run.loaders.pass_over_completed()
-        state.reach_end()
+        state.reached_end = True
         return
     while True:
         rollback = loop.after_step()
         if before >= 0 and progress.step == before and rollback is None:
             waited += 1
-            if waited == MAX_WITHOUT_STEP:
-                warn_of_unseen_steps(run, waited)
         else:
             waited, allowed = 0, allowed if before < 0 else MAX_ITERATIONS
         before = progress.step
         if waited > allowed:
+            reason = run.driver.no_step_reason()
+            reason = reason or "the state needs the optimizer whose step() the loop calls"
             raise IncompleteRun(
                 f"healcore: step {before} was not taken in {allowed} iterations of healer.steps: "
-                "take a longer warm-up before the loop; a loop with fewer steps calls "
+                f"{reason}. Take a longer warm-up before the loop; a loop with fewer steps calls "
                 "healer.after_step()"
             )
         if progress.step < total:
-            state.yield_step(progress.step)
+            state.yielded_step, state.in_body = progress.step, True
             yield progress.step
-            state.end_yielded_step()
+            state.yielded_step, state.in_body = None, False
         elif loop.after_step(last=True) is None:
-            state.reach_end()
+            state.reached_end = True
             return
         # Otherwise the last steps were rolled back, and the loop repeats them.

@@ -201,7 +201,7 @@ class StepBatches:
         if self._loop_names_batches:
             self._contents = []
 
-    def on_rollback(self) -> None:
+    def clear(self) -> None:
         """Forgets the batches of the undone steps, and the batches that were read for a next step.
 
         Otherwise they would be assigned to the first repeated step.

@@ -33,7 +33,6 @@ from healcore.runtime.run.ending.exits import (
     Terminated,
 )
 from healcore.runtime.run.out_of_memory import memory_text
-from healcore.runtime.run.process_runs import remember_completed
 from healcore.runtime.store.checkpoints import StoreError
 
 if TYPE_CHECKING:
@@ -105,7 +104,7 @@ def end_run(run: Run, error: BaseException | None, *, by: EndedBy = "block") -> 
         replace = partial(run.saver.replace_record, run.progress.step)
         _try(run, "the record of the end", replace)
         if run.store.root is not None:
-            remember_completed(run.store.root)
+            run.completed.add(run.store.root.resolve())
     reports.report_end(run, *run.end, fault, memory)
     _close_parts(run)
     return run.end
@@ -150,7 +149,6 @@ def _forget(run: Run) -> None:
 
 def _close_parts(run: Run) -> None:
     """Closes the parts of the run. It is too late to report their errors, so they go."""
-    run.loop.state.end_run()
     for close in (
         run.hang_guard.close,
         run.end_requests.stop_watching,

@@ -80,7 +80,6 @@ class Stopping:
         left their loop at different places, so no call may wait for another rank.
         """
         for result in self.run.dispatch_queue.read_all():
-            self.run.progress.step += self.run.dispatch_queue.take_count_correction()
             several = self.run.metrics.has_several_engines
             self.run.log.records(result.index, result.records, several=several)
             self.run.metrics.add(result.records)

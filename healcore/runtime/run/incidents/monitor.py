@@ -19,7 +19,7 @@ from healcore.history.run_history import MAX_ALARMS
 from healcore.runtime.data import BatchId
 from healcore.runtime.faults.failures import Severity, failures_of
 from healcore.runtime.run.dispatch_queue import StepResult
-from healcore.runtime.run.ledger import IncidentRecord
+from healcore.runtime.run.journal import IncidentRecord
 from healcore.runtime.run.trouble import Trouble, TroubleCause
 from healcore.runtime.run_options import Hooks, IncidentContext
 

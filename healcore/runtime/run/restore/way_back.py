@@ -24,6 +24,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from healcore.core.decision import Cause
+from healcore.core.step_record import SKIPS
 from healcore.runtime.data.positions import check_positions, positions_of_other_ranks
 from healcore.runtime.data.readers import RewindObstacle
 from healcore.runtime.data.sources import OTHER_LOADER
@@ -297,7 +298,12 @@ class WayBack:
             weights: step -> weights of that step, for comparisons with it, besides those in memory.
         """
         run = self.run
+        run.progress.step = saved.step
+        unread = run.dispatch_queue.peek_all()
+        run.ledger.skips += sum(each.why in SKIPS for each in unread)
         run.record.go_back_to(saved.record)
+        run.dispatch_queue.clear()
+        run.step_batches.clear()
         run.witness.continue_from(saved.record.comparisons, saved.step, weights)
         run.holding.hold(envelope, saved.step)
         run.saver.begin_attempt(saved.step)

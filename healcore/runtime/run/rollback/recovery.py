@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 
 from healcore.console import counted, first_of
 from healcore.core.decision import Action, Cause, names_of
-from healcore.core.step_record import SKIPS
 from healcore.events.kinds import flags_text
 from healcore.runtime.run import reports
 from healcore.runtime.run.dispatch_queue import StepResult
@@ -81,8 +80,6 @@ class Recovery:
             The trouble that the rules of the policy or a hook name, or None.
         """
         run = self.run
-        # A dispatch may have more or fewer steps than `PendingDispatch.count`.
-        run.progress.step += run.dispatch_queue.take_count_correction()
         result = result._replace(records=run.metrics.with_loss_ratios(result.records))
         run.log.records(
             result.index,
@@ -424,9 +421,7 @@ class Recovery:
         """
         run = self.run
         # Unread steps belong to the trouble up to their last alarm.
-        unread = list(run.dispatch_queue.read_all())
-        run.progress.step += run.dispatch_queue.take_count_correction()
-        run.ledger.skips += sum(late.why in SKIPS for late in unread)
+        unread = run.dispatch_queue.peek_all()
         if trouble.batches and not trouble.exact:
             batches = tuple(run.monitor.batches_of_alarms(unread))
             more = chosen.envelope.joined(Envelope(left_out=batches))
@@ -436,9 +431,6 @@ class Recovery:
         except StoreError as error:
             return self._without_snapshot(trouble, error)
         reports.report_rollback(run, done, index)
-        run.progress.step = done.checkpoint
-        run.step_batches.on_rollback()
-        run.dispatch_queue.forget_accumulation()
         return done
 
     def _without_snapshot(self, trouble: Trouble, error: StoreError) -> None:
