@@ -165,7 +165,7 @@ def events_of(store: Path) -> set[str]:
 
 def start(framework: str, fault: str, root: Path, kill_at: int) -> None:
     if kill_at == IN_REPORT:
-        recovery.report.report_rollback = lambda *_: die()
+        recovery.reports.report_rollback = lambda *_: die()
     weights = RUNS[framework](fault, root / "store", kill_at)
     end = {"bits": digest(*weights), "loss": loss_of(framework, weights)}
     (root / "end").write_text(json.dumps(end))

@@ -119,5 +119,5 @@ def test_a_rate_beyond_float32_counts_as_unknown_without_a_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rates = {"": 1e300}
-        after = limit_rates(engine, engines, None, rates, healthy=True, learnt=HealthyValues())
+        after = limit_rates(engine, engines, {}, rates, healthy=True, learnt=HealthyValues())
     assert (after.scales, after.limits) == ({"": 1.0}, {})

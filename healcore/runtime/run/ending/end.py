@@ -83,14 +83,14 @@ def end_run(run: Run, error: BaseException | None, *, by: EndedBy = "block") -> 
     _try(run, "the damage could not be assessed", partial(report_recoveries, run))
     stopped = error is not None and error is run.stopping.stopped
     raised = error.__cause__ if error is not None and stopped else error
-    fault, memory, problem = Fault(Cause(0), ""), "", ""
+    fault, memory, problem, has_saved = Fault(Cause(0), ""), "", "", False
     if isinstance(raised, Exception):
         fault = classify(raised)
         memory = f". {memory_text(run)}" if fault.cause is Cause.OOM else ""
-        _save_at_exception(run, raised, fault, memory, replaced)
-    elif error is None:
+        has_saved = _save_at_exception(run, raised, fault, memory, replaced)
+    if error is None:
         problem = _save_completed(run, by, together=together, replaced=replaced)
-    elif together and not stopped and run.progress.reading_error is None:
+    elif not has_saved and together and not stopped and run.progress.reading_error is None:
         _save_early_end(run, replaced, by_stop_file=isinstance(error, EndRequested))
     _try(run, "checkpoints being written", run.saver.wait)
     if error is None:
@@ -231,10 +231,13 @@ def _read_last_steps(run: Run, error: BaseException | None, *, acts: bool) -> Ba
 
 def _save_at_exception(
     run: Run, raised: Exception, fault: Fault, memory: str, replaced: str
-) -> None:
+) -> bool:
     """Logs the exception that ends the run, and saves if a rule of the policy says so.
 
     The ranks that have not raised do not take part in a save; memory ends with the process.
+
+    Returns:
+        Whether the policy says so: then a refused save is not tried again.
     """
     answer, obstacle = None, ""
     if run.progress.reading_error is not None:
@@ -250,6 +253,7 @@ def _save_at_exception(
     run.log.fault(run.progress.step, fault, line, answer=answer)
     if obstacle:
         run.loop.warn(f"no checkpoint of the state at the exception was saved: {obstacle}")
+    return bool(answer or obstacle)
 
 
 def _save_emergency(run: Run, replaced: str) -> str:
