@@ -172,7 +172,9 @@ def test_a_nan_that_stays_in_the_accumulator_is_left_out_with_its_whole_accumula
     with Healer(state=run.state, store=tmp_path) as healer:
         for number, state in healer.batches(range(100)).with_state():
             healer.update(step(run, state, number, bad=9))
-    (rollback,) = events(tmp_path, "rollback")  # at the tenth skipped update in a row
-    assert rollback["onset"] == 11
-    assert rollback["batches"] == [[0, number] for number in range(8, 48)]
+    # The first one is at the tenth skipped update in a row. Its repeat finds the batch.
+    first, second = events(tmp_path, "rollback")
+    assert first["onset"] == 11
+    assert "batches" not in first or not first["batches"]
+    assert second["batches"] == [[0, 9]]
     assert {each["incident"] for each in events(tmp_path, "alarm")} == {1}

@@ -198,11 +198,6 @@ DIFFERENT = [
         "break:22:before",
         "a batch is trained as soon as one optimizer has stepped, as the critic of a WGAN",
     ),
-    (
-        "two_optimizers",
-        "damage:22:before",
-        "weights that become NaN between two optimizers cost the 11 batches until it is noticed",
-    ),
 ]
 
 

@@ -236,7 +236,9 @@ def report_end(
         run.loop.count_last_step()
         run.stopping.count_last_steps()
         run.monitor.read_engines()
-    why = run.loop.state.break_place if error is None else getattr(error, "why", "")
+    why = getattr(error, "why", "")
+    if error is None and ending == Ending.REQUESTED:
+        why = run.loop.state.break_place
     exception = trace = None
     if ending == Ending.EXCEPTION and error is not None:
         if isinstance(error, RunStopped):

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from healcore.console import first_of
+from healcore.policy import diff, load, loads, preset_names, recipe_names
 from healcore.runtime.driver import WEIGHTS, Driver
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.values import attribute
@@ -36,8 +37,18 @@ def settings_of(driver: Driver, policy: HostPolicy, state: Any, world: int) -> d
     settings = dict(driver.settings())
     for each in trainer_settings(state):
         settings |= each
-    settings[_POLICY] = f"{policy.name} ({(policy.engine.fingerprint or 'unnamed')[:8]})"
+    settings[_POLICY] = _policy_setting(policy)
     return {**settings, _WORLD: world}
+
+
+def _policy_setting(policy: HostPolicy) -> str:
+    """The name of the policy, what differs from the preset of this name, and the fingerprint."""
+    text = policy.name
+    if policy.text is not None and text in (*preset_names(), *recipe_names()):
+        changed = [f"{key} = {value!r}" for key, _, value in diff(load(text), loads(policy.text))]
+        if changed:
+            text += f" with {first_of(changed)}"
+    return f"{text} ({(policy.engine.fingerprint or 'unnamed')[:8]})"
 
 
 def changes_since(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:

@@ -7,6 +7,7 @@ reports a fault about which nothing may be decided yet.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -281,6 +282,8 @@ class IncidentMonitor:
         references = dict.fromkeys(each for row in failures for each in row.references)
         say = log.error if page.severity is Severity.ERROR else log.warning
         why = "the optimizer made NaN or Inf of a finite gradient" if record.by_optimizer else None
+        if why and record.lr is not None and not math.isfinite(record.lr):
+            why = f"learning rate {record.lr:g}; {why}"
         scale_before = run.metrics.scale_of(record.engine)
         log.event(
             "alarm",

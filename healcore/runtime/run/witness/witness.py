@@ -76,6 +76,8 @@ MAX_DEBT = 40.0
 MEAN_PAUSE = RECENT // 2
 """Steps between two looks at the mean loss, after which half of its losses are other losses. A mean
 loss stays high for long where the data have become harder."""
+MAX_SAME_LOSSES = 3
+"""Comparisons in a row with the same loss for different batches, after which a warning follows."""
 
 
 class Witness:
@@ -116,6 +118,8 @@ class Witness:
         """Steps between two regular comparisons."""
         self._has_reason = False
         """Whether a step of the current dispatch gives a reason to compare."""
+        self._same_losses = 0
+        """Comparisons in a row whose batches have had the same loss."""
 
     @property
     def state(self) -> ComparisonState:
@@ -310,7 +314,14 @@ class Witness:
             past.sort(key=lambda each: rise_of(*each))
             middle = past[len(past) // 2]
             if math.isclose(losses[0][1], middle[1], rel_tol=ROUNDING):
+                self._same_losses += 1
+                if self._same_losses == MAX_SAME_LOSSES:
+                    self.run.loop.warn(
+                        "loss_fn has returned the same loss for different batches, so no comparison "
+                        "counts: loss_fn has to compute the loss of the batch that it gets"
+                    )
                 return
+            self._same_losses = 0
             evidence = min(rise_of(*middle), evidence)  # NaN of the past batches stays
         if not math.isnan(evidence):
             anchor.learn(trained.index, evidence, is_retest=self.state.verdict is not None)
