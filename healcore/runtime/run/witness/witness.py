@@ -317,8 +317,9 @@ class Witness:
                 self._same_losses += 1
                 if self._same_losses == MAX_SAME_LOSSES:
                     self.run.loop.warn(
-                        "loss_fn has returned the same loss for different batches, so no comparison "
-                        "counts: loss_fn has to compute the loss of the batch that it gets"
+                        "loss_fn has returned the same loss for different batches, so no "
+                        "comparison counts: loss_fn has to compute the loss of the batch that it "
+                        "gets"
                     )
                 return
             self._same_losses = 0
