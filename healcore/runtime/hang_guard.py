@@ -189,13 +189,14 @@ class HangGuard:
     def _report(self, why: str, stacks: list[dict[str, Any]], waited_s: float) -> None:
         """Writes the event, and the postmortem if the process ends. Runs on rank 0."""
         step, log, observes = self.step, self._log, self._policy.observes
+        answer = "stop" if self._ends else "alert"
         log.event(
             "fault",
             step=step,
             cause=names_of(Cause.HANG),
             sign="no step within the time-out",
             problem=why,
-            answer=None if observes else "stop" if self._ends else "alert",
+            answer=None if observes else answer,
             observed=observes or None,
             seconds=round(waited_s, 3),
             stacks=stacks,

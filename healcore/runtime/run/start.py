@@ -225,7 +225,7 @@ def _may_resume(
 ) -> bool:
     """Whether the start resumes the run in the store. Otherwise a new run begins.
 
-    A store that holds only the first snapshot of a run begins anew if the program has loaded other
+    A store that holds only the first snapshot of a run begins again if the program has loaded other
     weights since. The snapshot is deleted then.
 
     Args:

@@ -322,7 +322,11 @@ def _regret(shape: Shape, inputs: LossInputs) -> Check:
             f"no better than the start, {shape.start:.4g}; "
         )
     message += f"WARN above {warn:.0%}, FAIL above {fail:.0%}"
-    verdict = FAIL if lost > fail else WARN if lost > warn else PASS
+    verdict = PASS
+    if lost > fail:
+        verdict = FAIL
+    elif lost > warn:
+        verdict = WARN
     return Check("regret", verdict, message, lost, bound)
 
 

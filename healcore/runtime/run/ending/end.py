@@ -83,14 +83,14 @@ def end_run(run: Run, error: BaseException | None, *, by: EndedBy = "block") -> 
     _try(run, "the damage could not be assessed", partial(report_recoveries, run))
     stopped = error is not None and error is run.stopping.stopped
     raised = error.__cause__ if error is not None and stopped else error
-    fault, memory, problem, has_saved = Fault(Cause(0), ""), "", "", False
+    fault, memory, problem, save_was_tried = Fault(Cause(0), ""), "", "", False
     if isinstance(raised, Exception):
         fault = classify(raised)
         memory = f". {memory_text(run)}" if fault.cause is Cause.OOM else ""
-        has_saved = _save_at_exception(run, raised, fault, memory, replaced)
+        save_was_tried = _save_at_exception(run, raised, fault, memory, replaced)
     if error is None:
         problem = _save_completed(run, by, together=together, replaced=replaced)
-    elif not has_saved and together and not stopped and run.progress.reading_error is None:
+    elif not save_was_tried and together and not stopped and run.progress.reading_error is None:
         _save_early_end(run, replaced, by_stop_file=isinstance(error, EndRequested))
     _try(run, "checkpoints being written", run.saver.wait)
     if error is None:
@@ -237,7 +237,7 @@ def _save_at_exception(
     The ranks that have not raised do not take part in a save; memory ends with the process.
 
     Returns:
-        Whether the policy says so: then a refused save is not tried again.
+        Whether a save was tried or refused here: then the end does not try another one.
     """
     answer, obstacle = None, ""
     if run.progress.reading_error is not None:

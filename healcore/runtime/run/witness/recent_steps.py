@@ -142,7 +142,7 @@ class RecentSteps:
             self._kept[trained.index] = trained
 
     def accept(self) -> None:
-        """Learns the usual losses anew, if a burst has lasted for half of the last losses.
+        """Learns the usual losses again, if a burst has lasted for half of the last losses.
 
         Called where a comparison of weights has shown no damage. Otherwise a change of the data
         that raises the loss would make every later step a sign of trouble.

@@ -480,7 +480,7 @@ class Witness:
     # -- changes, and the way back --------------------------------------------------------------
 
     def pause_until(self, step: int) -> None:
-        """Begins anew: compares and copies no weights before `step`.
+        """Begins again: compares and copies no weights before `step`.
 
         Called after a change that was accepted. Earlier weights are better by the old measure, and
         would lead to the same verdict again.
