@@ -19,9 +19,8 @@ from healcore.core.errors import (
 from healcore.core.signals import SignalError
 from healcore.policy import PolicyError
 from healcore.runtime.data import DataError, EmptyLoader, UnusableLoader
-from healcore.runtime.driver import UnknownState
+from healcore.runtime.driver import HealerError, UnknownState
 from healcore.runtime.faults.microbatches import MicrobatchError
-from healcore.runtime.healer import HealerError
 from healcore.runtime.run.ending.exits import (
     AlreadyCompleted,
     EndRequested,

@@ -593,6 +593,53 @@ def check_engines(engines: Iterable[str], present: Iterable[str]) -> None:
             )
 
 
+class HealerError(HealcoreError, RuntimeError):
+    """A method was called outside the Healer's block, or for the other framework.
+
+    The message says what to call instead, such as `tx.update(..., value=loss)` in JAX.
+    """
+
+    __module__ = "healcore.errors"
+
+
+_LOSS_IN_JAX = (
+    "pass the loss to the optimizer, as in tx.update(grads, opt_state, params, value=loss), and "
+    "the new state to healer.update(state)"
+)
+_ADVICE = {
+    "healer.loss(batch)": _LOSS_IN_JAX,
+    "healer.observe(loss)": _LOSS_IN_JAX,
+    "healer.update(state)": (
+        "a step changes the state in place, so only call optimizer.step(), in a loop over "
+        "healer.batches or healer.steps, or before healer.after_step()"
+    ),
+    "healer.scan(...)": (
+        "no loop is compiled as a whole, so write `for step in healer.steps(n)` around the "
+        "training step"
+    ),
+}
+"""Method of the Healer for one framework -> what to write in the other one."""
+
+
+def check_framework(driver: Driver, wanted: str, method: str) -> None:
+    """Checks that a method of the Healer is for the framework of its state.
+
+    Args:
+        driver: the driver of the state.
+        wanted: the framework of the method, "torch" or "JAX".
+        method: the method, a key of `_ADVICE`.
+
+    Raises:
+        HealerError: the method is for the other framework.
+    """
+    framework = driver.framework.replace("jax", "JAX")
+    if framework != wanted:
+        raise HealerError(
+            f"{method} is for {wanted}, and the state of this Healer is of {framework}: "
+            f"{_ADVICE[method]}"
+        )
+
+
 class UnknownState(HealcoreError, TypeError):
     """A state that no driver supports; the message explains what to pass instead."""
 

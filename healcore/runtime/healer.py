@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from functools import partial
 from types import TracebackType
 from typing import Any, Generic, Literal, Self, SupportsFloat, TypeVar, Unpack
 
@@ -14,7 +13,7 @@ from healcore.policy import Overrides, PolicyLike
 from healcore.runtime.batch_iterator import Batch, Batches
 from healcore.runtime.data.loaders import Loader
 from healcore.runtime.data.readers import ScanBlocks
-from healcore.runtime.driver import trainer_limit
+from healcore.runtime.driver import HealerError, trainer_limit
 from healcore.runtime.faults.microbatches import Microbatch
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.reporting.trackers import TrackersLike, select
@@ -23,7 +22,6 @@ from healcore.runtime.run.batches.number_loops import loop_over_epochs, loop_ove
 from healcore.runtime.run.ending.end import EndedBy, RunEnd, end_run
 from healcore.runtime.run.run import Run
 from healcore.runtime.run.start import open_run
-from healcore.runtime.run.witness.loss_function import loss_of
 from healcore.runtime.run.witness.witness import FORWARD_PASS
 from healcore.runtime.run_options import (
     CHECKPOINTS,
@@ -42,50 +40,6 @@ Item = TypeVar("Item")
 """The type of what a loop yields: a batch, or the number of an epoch or a step."""
 State = TypeVar("State")
 """The type of the state that the program has passed: a dictionary, or in JAX any pytree."""
-
-
-class HealerError(HealcoreError, RuntimeError):
-    """A method was called outside the Healer's block, or for the other framework.
-
-    The message says what to call instead, such as `tx.update(..., value=loss)` in JAX.
-    """
-
-    __module__ = "healcore.errors"
-
-
-_LOSS_IN_JAX = (
-    "pass the loss to the optimizer, as in tx.update(grads, opt_state, params, value=loss), and "
-    "the new state to healer.update(state)"
-)
-_ADVICE = {
-    "healer.loss(batch)": _LOSS_IN_JAX,
-    "healer.observe(loss)": _LOSS_IN_JAX,
-    "healer.update(state)": (
-        "a step changes the state in place, so only call optimizer.step(), in a loop over "
-        "healer.batches or healer.steps, or before healer.after_step()"
-    ),
-    "healer.scan(...)": (
-        "no loop is compiled as a whole, so write `for step in healer.steps(n)` around the "
-        "training step"
-    ),
-}
-"""Method of the Healer for one framework -> what to write in the other one."""
-
-
-def _check_framework(wanted: str, method: str, framework: str) -> None:
-    """Raises HealerError if a method is for another framework than that of the Healer's state.
-
-    Args:
-        wanted: the framework of the method, "torch" or "JAX".
-        method: the method, a key of `_ADVICE`.
-        framework: the framework of the state, as `Driver.framework` names it.
-    """
-    framework = framework.replace("jax", "JAX")
-    if framework != wanted:
-        raise HealerError(
-            f"{method} is for {wanted}, and the state of this Healer is of {framework}: "
-            f"{_ADVICE[method]}"
-        )
 
 
 class Healer(Generic[State]):
@@ -530,16 +484,7 @@ class Healer(Generic[State]):
             HealerError: the Healer has no `loss_fn`, or its state is of JAX; or as `observe`.
             IncompleteRun: as `observe`.
         """
-        _check_framework("torch", "healer.loss(batch)", self._live.driver.framework)
-        loss_fn = self._options.loss_fn
-        if loss_fn is None:
-            raise HealerError(
-                "healer.loss(batch) needs a loss_fn, and this Healer has none: pass Healer(..., "
-                "loss_fn=lambda batch: loss_fn(model, batch)), or call healer.observe(loss)"
-            )
-        result = loss_fn(batch)
-        self.observe(loss_of(result), optimizer, batch=batch)
-        return result
+        return self._live.loop.loss(batch, optimizer)
 
     def observe(
         self,
@@ -566,21 +511,7 @@ class Healer(Generic[State]):
             IncompleteRun: a checkpoint has replaced the snapshot of a loop that counts its steps
                 itself; status 1.
         """
-        run = self._live
-        if eval_loss is not None:
-            run.driver.observe_eval(eval_loss, optimizer)
-            run.metrics.eval_loss = float(eval_loss)
-        if loss is None:
-            return
-        _check_framework("torch", "healer.observe(loss)", run.driver.framework)
-        run.loop.check_own_count()
-        weight = 1.0
-        if run.out_of_memory.part is not None:
-            weight = run.out_of_memory.part.weight
-        if batch is not None:
-            run.step_batches.add_observed(batch, weight)
-        run.hang_guard.resume()  # a hang between the loss and the optimizer's step counts
-        run.driver.observe(loss, optimizer, weight=weight)
+        self._live.loop.observe(loss, optimizer, batch=batch, eval_loss=eval_loss)
 
     # -- the loop, in JAX only ------------------------------------------------------------------
 
@@ -604,12 +535,7 @@ class Healer(Generic[State]):
             IncompleteRun: as `observe`.
             RunStopped, Terminated, EndRequested: as in `batches`.
         """
-        run = self._live
-        _check_framework("JAX", "healer.update(state)", run.driver.framework)
-        if batch is not None:
-            run.step_batches.add_observed(batch, 1.0)
-        run.loop.update(partial(run.driver.update, state))
-        return self.state
+        return self._live.loop.update(state, batch)
 
     def scan(
         self,
@@ -661,18 +587,7 @@ class Healer(Generic[State]):
             HealStateError: as `update`; or an update takes more steps than `protect` has records.
             RunStopped, Terminated, EndRequested: as in `batches`.
         """
-        blocks = ScanBlocks(steps, every)
-        run = self._live
-        _check_framework("JAX", "healer.scan(...)", run.driver.framework)
-        if run.driver.state_is_in_place:
-            raise HealerError(
-                "healer.scan takes a pytree as state, and this Healer's state is of nnx objects, "
-                "which change in place: split them, graphdef, state = nnx.split((model, "
-                "optimizer)), and merge them in `update`"
-            )
-        scan = run.driver.begin_scan(update, state, donate=donate)
-        loop_over_blocks(run, blocks, scan.run)
-        return self.state, scan.outputs()
+        return loop_over_blocks(self._live, update, state, ScanBlocks(steps, every), donate=donate)
 
     # -- the state and the run, in torch and in JAX ---------------------------------------------
 
@@ -697,9 +612,7 @@ class Healer(Generic[State]):
         number before you draw, as in `while healer.step < 1000`. All readings after the first batch
         or step only return the number.
         """
-        # Also proves that the loop does not count its steps by itself, as the method explains.
-        self._run.loop.continue_by_step_number()
-        return self._run.progress.step + bool(self._run.driver.pending_steps())
+        return self._run.loop.next_step()
 
     @property
     def epoch(self) -> int:
@@ -782,6 +695,9 @@ class Healer(Generic[State]):
     @property
     def _live(self) -> Run:
         """The run, within the block only. Raises HealerError outside of it."""
-        if self._run.end is not None:
+        run = self._begun_run
+        if run is None:
+            return self._run
+        if run.end is not None:
             raise HealerError("the `with` block of this Healer has ended: create another Healer")
-        return self._run
+        return run

@@ -10,6 +10,7 @@ from healcore.runtime.data.sources import Sources
 from healcore.runtime.driver import WEIGHTS, Driver
 from healcore.runtime.faults.microbatches import Count, Microbatch
 from healcore.runtime.run.batches.batch_loop import loop_over_batches
+from healcore.runtime.run.progress import LoopPhase
 from healcore.runtime.run.run import Run
 
 if TYPE_CHECKING:
@@ -143,12 +144,15 @@ class TrainerAccess:
             True during a try. Always False in a resumed run, whose steps must not be lost: there,
             setting True has no effect.
         """
-        return self._run.loop.state.searches_batch_size
+        return self._run.progress.phase is LoopPhase.SEARCH
 
     @searches_batch_size.setter
     def searches_batch_size(self, searches: bool) -> None:
         progress = self._run.progress
-        progress.searches_batch_size = searches and not progress.resumed_here
+        if searches and progress.phase is LoopPhase.BEFORE_STEP and not progress.resumed_here:
+            progress.phase = LoopPhase.SEARCH
+        elif not searches and progress.phase is LoopPhase.SEARCH:
+            progress.phase = LoopPhase.BEFORE_STEP
 
     # -- batches and steps ----------------------------------------------------------------------
 

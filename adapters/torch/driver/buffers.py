@@ -133,9 +133,11 @@ class LayerBuffers:
         Only a forward pass writes these. An exception may have ended it, and a restart repeats it.
         """
         before = self._saved
-        if any(block.is_written() for block in before.values()):
-            self.end(False)
-            self._saved.update({kind: block for kind, block in before.items() if kind[2]})
+        for block in before.values():
+            if block.is_written():
+                self.end(False)
+                self._saved.update({kind: block for kind, block in before.items() if kind[2]})
+                return
 
     @torch.no_grad()
     def end(self, skipped: bool | Tensor) -> None:
@@ -144,6 +146,8 @@ class LayerBuffers:
         Args:
             skipped: whether the step was skipped: a bool, or a 0-d float32 of 0 or 1 on the device.
         """
+        if not self._layers:
+            return  # most models have no buffers
         now = self._read()
         blocks = now.values()
         if skipped is False and all(b.values.is_cpu and b.values.sum().isfinite() for b in blocks):

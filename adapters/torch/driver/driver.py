@@ -166,8 +166,8 @@ class TorchDriver(Driver):
             The judged steps as one step, to be read later. None if no optimizer has stepped.
         """
         for followed in self._followed:
-            followed.healing.judge_dropped()
-        if not self.window.is_accumulating():
+            followed.healing.healed_step.judge_dropped()
+        if self.window.may_save():
             for followed in self._followed:
                 followed.buffers.keep_written()
         step: PendingStep | None = None
@@ -455,7 +455,7 @@ class TorchDriver(Driver):
         """The handle of an optimizer, given as the object or by its name, or all handles."""
         found: list[Healing] = []
         for name, healing in self.healings.items():
-            if optimizer in (None, name, healing.optimizer, self._state[name]):
+            if optimizer is None or optimizer in (name, healing.optimizer, self._state[name]):
                 found.append(healing)
         if found:
             return found

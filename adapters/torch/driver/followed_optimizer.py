@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from healcore.core.step_record import (
     is_nan_by_optimizer,
     suspect_gradients,
 )
-from healcore.torch import gradients, live_state
+from healcore.torch import live_state
 from healcore.torch.attachment import Healing
 from healcore.torch.driver.buffers import LayerBuffers
 from healcore.torch.live_engine import AsyncCopy, PendingRecord
@@ -43,6 +42,9 @@ class PendingEntry:
         record: reads the record of the engine.
         measured: what was measured of the step. Released when the step is read.
         marks: the `StepMarks` of the ranks, on their way to the host. None for one rank alone.
+
+    Attributes:
+        requests_vote: whether a rank has requested a vote in the step, once it was read.
     """
 
     def __init__(
@@ -57,17 +59,16 @@ class PendingEntry:
         self._measured = measured
         self._marks = marks
         self._record: StepRecord | None = None
+        self.requests_vote = False
 
     def read(self) -> StepRecord:
         """The record of the step. Later calls return the same record."""
         if self._record is None:
             self._record = self._add_evidence(self._pending(), self._measured)
             self._measured = Measurement()
+            if self._marks is not None:
+                self.requests_vote = StepMarks(*self._marks.read()).votes > 0
         return self._record
-
-    def requests_vote(self) -> bool:
-        """Whether a rank has requested a vote in the step."""
-        return self._marks is not None and StepMarks(*self._marks.read()).votes > 0
 
 
 class PendingStep:
@@ -88,8 +89,11 @@ class PendingStep:
 
     def read(self) -> list[list[StepRecord]]:
         """The records of the only step, in order. Waits only for what has not arrived yet."""
-        self.vote_requested = any(entry.requests_vote() for entry in self._entries)
-        return [[entry.read() for entry in self._entries]]
+        records: list[StepRecord] = []
+        for entry in self._entries:
+            records.append(entry.read())
+            self.vote_requested |= entry.requests_vote
+        return [records]
 
 
 class FollowedOptimizer:
@@ -155,8 +159,9 @@ class FollowedOptimizer:
     def judged(self, measured: Measurement) -> None:
         """Keeps a step that was judged now, without a sync. See `StepListener.judged`."""
         step = self._step
-        healed = [healing.healed_step for healing in self._healings.values()]
-        observed = any(each.measurer.has_seen_loss for each in healed)
+        observed = False
+        for healing in self._healings.values():
+            observed |= healing.healed_step.measurer.has_seen_loss
         line = step.measurer.missing_loss(observed=observed)
         if line:
             self._warnings.append(line)
@@ -232,7 +237,11 @@ class FollowedOptimizer:
         self._watch()
         if not (self._reached or self._step.measurer.losses.weight):
             return False
-        return any(p.grad is not None for p in gradients.parameters(self.healing.optimizer))
+        for group in self.healing.optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    return True
+        return False
 
     def ignore(self) -> None:
         """Drops the losses since the last step, and takes the gradients for used.
@@ -260,13 +269,15 @@ class FollowedOptimizer:
 
     def _watch(self) -> None:
         """Puts the hook on the first trained parameter, which the program may freeze or replace."""
-        params = chain.from_iterable(each["params"] for each in self.healing.optimizer.param_groups)
-        trained = next((p for p in params if p.requires_grad and p.is_leaf), None)
-        if trained is None or trained is self._watched:
-            return  # None: all parameters are frozen while another network trains
-        self.close()
-        self._watched = trained
-        self._handle = trained.register_post_accumulate_grad_hook(self._hook)
+        for group in self.healing.optimizer.param_groups:
+            for p in group["params"]:
+                if p is self._watched and p.requires_grad and p.is_leaf:
+                    return
+                if p.requires_grad and p.is_leaf:
+                    self.close()
+                    self._watched = p
+                    self._handle = p.register_post_accumulate_grad_hook(self._hook)
+                    return
 
     def _on_backward(self, _: Tensor) -> None:
         self._reached = True

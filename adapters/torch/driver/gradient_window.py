@@ -119,8 +119,8 @@ class GradientWindow:
             "optimizer has the parameters of the model"
         )
 
-    def may_save(self, patience: int | None) -> bool:
-        """See `TorchDriver.may_save`.
+    def may_save(self, patience: int | None = None) -> bool:
+        """Whether no optimizer has gradients that it has not stepped with; see `TorchDriver`.
 
         Args:
             patience: number of steps of the other optimizers after which gradients of an optimizer
@@ -143,7 +143,7 @@ class GradientWindow:
 
     def is_accumulating(self) -> bool:
         """Whether any optimizer has gradients that it has not stepped with."""
-        return any(optimizer.in_progress for optimizer in self._optimizers)
+        return not self.may_save()
 
     def begin_window(self) -> None:
         """Saves the state at the start of a window: steps, random generators, graph nodes.

@@ -7,9 +7,10 @@ densify a cloud of Gaussians. Older checkpoints and copies of weights do not fit
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
-from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from healcore.torch.live_state import State, modules
@@ -66,21 +67,21 @@ class StructureWatch:
         """Path of a parameter -> its shape; optimizer -> its parameters."""
         for path, module in live.items():
             for name, p in module._parameters.items():
-                self._layout[f"{path}.{name}"] = None if p is None else _shape(p)
+                self._layout[f"{path}.{name}"] = _LAZY
+                if p is None or not is_lazy(p):
+                    self._layout[f"{path}.{name}"] = getattr(p, "shape", None)
         for name, optimizer in self._optimizers.items():
             self._layout[name] = [[*map(id, group["params"])] for group in optimizer.param_groups]
 
     def _look(self) -> list[Any]:
         """What differs after almost every change, and is fast to compare."""
-        seen: list[Any] = [id(value) for table in self._tables for value in table.values()]
+        seen: list[Any] = []
+        for table in self._tables:
+            seen += map(id, table.values())
         for optimizer in self._optimizers.values():
             for group in optimizer.param_groups:
-                seen.append([(id(p), _shape(p)) for p in group["params"]])
+                for p in group["params"]:
+                    seen.append(id(p))
+                    with suppress(RuntimeError):  # a lazy parameter has no shape yet
+                        seen.append(p.shape)
         return seen
-
-
-def _shape(tensor: Tensor) -> tuple[int, ...]:
-    try:
-        return tensor.shape
-    except RuntimeError:
-        return _LAZY

@@ -48,7 +48,9 @@ class WeightSample:
 
     def keep(self) -> None:
         """Keeps the bytes: these are the weights of the training now. No sync."""
-        self._kept = self._samples()
+        self._kept: list[Tensor] = []
+        for _, table, key in self._places:
+            self._kept.append(sample(table.get(key)))
 
     def changed(self) -> list[str]:
         """Compares the weights with the bytes of the last `keep`. A sync.
@@ -56,11 +58,11 @@ class WeightSample:
         Returns:
             Names of the sampled parameters with other bytes.
         """
-        pairs = zip(self._places, self._kept, self._samples(), strict=True)
-        return [name for (name, _, _), kept, now in pairs if kept.tolist() != now.tolist()]
-
-    def _samples(self) -> list[Tensor]:
-        return [sample(table.get(key)) for _, table, key in self._places]
+        names: list[str] = []
+        for (name, table, key), kept in zip(self._places, self._kept, strict=True):
+            if kept.tolist() != sample(table.get(key)).tolist():
+                names.append(name)
+        return names
 
 
 _Place: TypeAlias = tuple[str, Mapping[str, Any], str]

@@ -70,13 +70,15 @@ class DataState:
 
         start                     states of the checkpoint are kept (`resume`)
         begin of a loader         they are set, because the seek of a loader draws numbers
-        first batch, first step   they are dropped (`forget`), and numbers continue from here
+        first batch, first step   they are dropped, and numbers continue from here
 
     Args:
         sources: the sources of the run, whose positions may draw random numbers.
 
     Attributes:
         is_restored: whether the random states of `resume` were set for the loop that runs.
+        of_checkpoint: the content of the checkpoint until the first batch or step, which continue
+            to draw numbers, or None.
     """
 
     per_rank = True
@@ -90,8 +92,7 @@ class DataState:
         """Random states after the last step, or None if no step was taken."""
         self._earlier: dict[str, Any] | None = None
         """What `state_dict` returns within `before_batches`, or None outside."""
-        self._of_checkpoint: SavedDataState | None = None
-        """The content of the checkpoint until the first batch or step, or None."""
+        self.of_checkpoint: SavedDataState | None = None
         self._at_pass = random_states()
         """Random states from before the newest pass."""
         self.is_restored = False
@@ -163,7 +164,7 @@ class DataState:
             states: the content of the checkpoint, or None to leave the program's states as they
                 are.
         """
-        self._of_checkpoint = states
+        self.of_checkpoint = states
 
     def restore(self) -> None:
         """Sets the random states of `resume`, because the seek of a loader has drawn from them.
@@ -173,19 +174,8 @@ class DataState:
         interrupted.
         """
         self.is_restored = True
-        if self._of_checkpoint is not None:
-            self.set_random_states(self._of_checkpoint)
-
-    def restore_once(self) -> None:
-        """Sets the random states of `resume`, once for a loop with data of its own.
-
-        Such a loop calls nothing of the Healer before it draws its first batch: it only reads the
-        number of the step. If the states were set at the start of the run, the set-up of the
-        program would draw from them. If they were set at the first step, the first batch would be
-        another one.
-        """
-        if not self.is_restored:
-            self.restore()
+        if self.of_checkpoint is not None:
+            self.set_random_states(self.of_checkpoint)
 
     def begin_pass(self, *, ended: bool = False) -> None:
         """Keeps the random states before a pass over the data, or restores them after a restart.
@@ -195,15 +185,11 @@ class DataState:
                 then its own random states are restored. Otherwise the states at the start of its
                 pass are restored, from which the program draws the same order of the data again.
         """
-        saved = self._of_checkpoint
+        saved = self.of_checkpoint
         if saved is not None:
             if ended and self._sources.passes and self._sources.is_caught_up:
                 self.set_random_states(saved)
-                self._of_checkpoint = None
+                self.of_checkpoint = None
             else:
                 self.set_random_states(saved._replace(random=saved.at_pass))
         self._at_pass = random_states()
-
-    def forget(self) -> None:
-        """Drops the states of `resume`. Called at each batch and step, which continue to draw."""
-        self._of_checkpoint = None

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from healcore.core.step_record import StepRecord, Why
@@ -34,7 +36,8 @@ class DispatchStart(NamedTuple):
     """Content of the batches if weights are compared on them."""
 
 
-class StepResult(NamedTuple):
+@dataclass(frozen=True)
+class StepResult:
     """One step whose records have been read."""
 
     index: int
@@ -52,17 +55,22 @@ class StepResult(NamedTuple):
     """Whether the dispatch asks the ranks to vote on the end, see `PendingDispatch`. Only the last
     step of a dispatch has it."""
 
-    @property
+    @cached_property
     def taken(self) -> bool:
         """Whether an optimizer has stepped."""
-        return any(not each.why for each in self.records)
+        return Why.TAKEN in [each.why for each in self.records]
 
-    @property
+    @cached_property
+    def judged(self) -> bool:
+        """Whether an engine has judged the step."""
+        return any(each.judged for each in self.records)
+
+    @cached_property
     def why(self) -> Why:
         """Why an optimizer has not stepped, the first reason of `Why`; `TAKEN` if all have."""
         return min((each.why for each in self.records if each.why), default=Why.TAKEN)
 
-    @property
+    @cached_property
     def causes(self) -> int:
         """`Cause` flags of all records."""
         flags = 0

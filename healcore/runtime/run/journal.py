@@ -104,10 +104,11 @@ class Journal:
         cause, engine = 0, ""
         judged = is_open = finite = is_kept = False
         for record in result.records:
-            judged |= record.judged
+            is_judged = record.judged
+            judged |= is_judged
             is_open |= record.incident_open
             is_kept |= record.why == Why.STATE_KEPT
-            finite |= record.judged and not (record.cause and record.cause & NONFINITE)
+            finite |= is_judged and not (record.cause and record.cause & NONFINITE)
             self.dropped += record.why == Why.EXTERNAL
             # An alert alone (a clipped gradient spike) opens no incident.
             if record.incident_open or record.why:
@@ -303,8 +304,7 @@ class Ledger:
         skipped = result.why in SKIPS
         self.skips += skipped
         if alarm is None:
-            judged = any(record.judged for record in result.records)
-            if judged and self.incidents and not is_open:
+            if result.judged and self.incidents and not is_open:
                 self.incidents[-1].over = True
             return None
         harmless = skipped and not Cause(alarm.cause) & ~NONFINITE

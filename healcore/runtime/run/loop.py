@@ -27,20 +27,22 @@ The host reads a record a fixed number of steps later, so that it does not wait 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from healcore import console
 from healcore.console import first_of, passes_power_of_ten
 from healcore.core.decision import Action, names_of
 from healcore.core.errors import HealcoreError
 from healcore.runtime.data.sources import SourceCursor
+from healcore.runtime.driver import HealerError, check_framework
 from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.ending.completeness import stop_if_not_trained
 from healcore.runtime.run.ending.exits import AlreadyCompleted, IncompleteRun
+from healcore.runtime.run.progress import COUNTED, LoopPhase
 from healcore.runtime.run.run_record import MAX_CHANGES, StructureChange
 from healcore.runtime.run.trouble import RollbackRecord, Trouble
+from healcore.runtime.run.witness.loss_function import loss_of
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
@@ -64,14 +66,16 @@ class Loop:
         state: where the program is in its loop.
         has_trainer: whether a trainer (Lightning, Hugging Face) owns the loop, so that an early end
             is not a `break`.
+        unseen_steps: number of optimizer steps before the program has first called the Healer, or
+            None once it has. A loop that never calls it ends with an error, because nothing could
+            be saved or rolled back between its steps.
     """
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self.state = run.progress
         self.has_trainer = run.progress.has_trainer
-        self._unseen_steps = 0
-        """Number of optimizer steps before the program has first called the Healer."""
+        self.unseen_steps: int | None = 0
         self._changes = 0
         """Number of changes of the model's structure in this process."""
         self._rolled_back_by_update: RollbackRecord | None = None
@@ -80,9 +84,9 @@ class Loop:
     def on_step(self) -> None:
         """Called by the driver after each optimizer step, within the body of the loop."""
         self.run.hang_guard.pause()
-        if not self.state.was_used:
-            self._unseen_steps += 1
-            if self._unseen_steps == MAX_UNSEEN_STEPS:
+        if self.unseen_steps is not None:
+            self.unseen_steps += 1
+            if self.unseen_steps == MAX_UNSEEN_STEPS:
                 console.warning(_UNSEEN_STEPS)
         self.run.saver.keep_weight_sample()
 
@@ -93,21 +97,57 @@ class Loop:
 
         Called when the program reads `Healer.step`, and between two steps. It has two effects:
 
-        - The first call after a restart restores random states (`DataState.restore_once`).
+        - The first call after a restart restores random states. Such a loop calls nothing of the
+          Healer before it draws its first batch. If the states were set at the start of the run,
+          the set-up of the program would draw from them; if at the first step, too late.
         - The loop does not count its steps itself, so it has not lost count where a checkpoint has
           replaced its snapshot. `own_count_obstacle` would end such a loop, and is dropped.
         """
         self.state.own_count_obstacle = ""
-        self.run.data_state.restore_once()
+        if not self.run.data_state.is_restored:
+            self.run.data_state.restore()
 
-    def check_own_count(self) -> None:
-        """Ends a program whose loop counts its steps itself, if the count is wrong since the start.
+    def next_step(self) -> int:
+        """The number of the next step; see `Healer.step`."""
+        self.continue_by_step_number()
+        return self.state.step + bool(self.run.driver.pending_steps())
+
+    def loss(self, batch: Any, optimizer: str | None) -> Any:
+        """Calls `loss_fn` on a batch, and observes the loss; see `Healer.loss`."""
+        check_framework(self.run.driver, "torch", "healer.loss(batch)")
+        if self.run.loss_fn is None:
+            raise HealerError(
+                "healer.loss(batch) needs a loss_fn, and this Healer has none: pass Healer(..., "
+                "loss_fn=lambda batch: loss_fn(model, batch)), or call healer.observe(loss)"
+            )
+        result = self.run.loss_fn(batch)
+        self.observe(loss_of(result), optimizer, batch=batch)
+        return result
+
+    def observe(
+        self, loss: Any, optimizer: str | None, *, batch: Any = None, eval_loss: Any = None
+    ) -> None:
+        """Gives a loss of the program to the driver; see `Healer.observe`.
 
         Raises:
             IncompleteRun: the loop counts steps itself, and a checkpoint has replaced its snapshot.
         """
+        run = self.run
+        if eval_loss is not None:
+            run.driver.observe_eval(eval_loss, optimizer)
+            run.metrics.eval_loss = float(eval_loss)
+        if loss is None:
+            return
+        check_framework(run.driver, "torch", "healer.observe(loss)")
         if self.state.own_count_obstacle:
             raise IncompleteRun(f"healcore: {self.state.own_count_obstacle}")
+        part, weight = run.out_of_memory.part, 1.0
+        if part is not None:
+            weight = part.weight
+        if batch is not None:
+            run.step_batches.add_observed(batch, weight)
+        run.hang_guard.resume()  # a hang between the loss and the optimizer's step counts
+        run.driver.observe(loss, optimizer, weight=weight)
 
     @property
     def returns_to_epoch(self) -> bool:
@@ -136,16 +176,19 @@ class Loop:
 
     # -- the work between two steps -------------------------------------------------------------
 
-    def after_step(self, *, last: bool = False) -> RollbackRecord | None:
-        """Does the work between two steps in a loop that reads its own batches.
+    def after_step(self, *, last: bool = False, counted: bool = False) -> RollbackRecord | None:
+        """Does the work between two steps.
 
         Args:
             last: whether the loop ends after this step unless the run is rolled back. All pending
                 steps are read, and nothing is saved.
+            counted: whether the caller has counted the step (`queue_dispatch`).
 
         Returns:
             The rollback, here or in an `update` since the last call, or None without one.
         """
+        if not counted:
+            self.queue_dispatch()
         rollback = self._between_steps(last=last) or self._rolled_back_by_update
         self._rolled_back_by_update = None
         if last and rollback is None:
@@ -153,34 +196,34 @@ class Loop:
             self.judge_at_end()
         return rollback
 
-    def update(self, take_state: Callable[[], None]) -> None:
+    def update(self, state: Any, batch: Any) -> Any:
         """Takes the state of a step in JAX, and does the work between two steps.
 
         At the last batch it also does the work at the end of the data: the program takes the state
-        from `update`, so a later rollback would not reach it.
-
-        Args:
-            take_state: gives the state of the step to the driver.
-
-        Raises:
-            IncompleteRun: see `check_own_count`.
+        from `update`, so a later rollback would not reach it. See `Healer.update`.
         """
-        self.check_own_count()
-        take_state()
-        loader = self.run.loaders.last_trained
+        run = self.run
+        check_framework(run.driver, "JAX", "healer.update(state)")
+        if batch is not None:
+            run.step_batches.add_observed(batch, 1.0)
+        if self.state.own_count_obstacle:
+            raise IncompleteRun(f"healcore: {self.state.own_count_obstacle}")
+        run.driver.update(state)
+        self.queue_dispatch()
+        loader = run.loaders.last_trained
         rollback = self._between_steps()
         if rollback is None and loader is not None and loader.in_use and loader.at_end:
             rollback = self.roll_back_at_end(loader)
         if rollback is not None:
             self._rolled_back_by_update = rollback
+        return run.driver.live
 
     def _between_steps(self, *, last: bool = False) -> RollbackRecord | None:
         """Does the work between two steps.
 
         The order of the work is part of the decision:
 
-        1. The step is counted and its records are queued, if the body has not done so
-           (`queue_dispatch`).
+        1. The caller has counted the step and queued its records (`queue_dispatch`).
         2. The records of earlier steps are read. For each of these steps, weights are compared if
            there is a reason, and then an order or a verdict is carried out: a rollback, a stop or a
            save (`read_and_act`, `Recovery.act`).
@@ -205,13 +248,12 @@ class Loop:
         """
         run, state = self.run, self.state
         run.hang_guard.pause()
-        state.was_used = True
-        self.queue_dispatch()
+        self.unseen_steps = None
         self.continue_by_step_number()
-        has_stepped = state.is_after_step
+        has_stepped = state.phase in COUNTED
         if has_stepped:  # what the rest of the body has changed belongs to the step
             run.saver.keep_weight_sample()
-            if state.body_continues:
+            if state.phase is not LoopPhase.AFTER_STEP:
                 run.saver.keep_random_states()
         state.end_step()
         if last:
@@ -225,12 +267,15 @@ class Loop:
                 return rollback
             run.end_requests.vote_when_due(run.progress.step, run.log)
             run.saver.poll()
-        self.log_warnings()
+        if run.driver.warnings:
+            self.log_warnings()
         waiting = len(run.step_batches.pending_ids)
         if waiting in (MAX_WITHOUT_STEP, MAX_ITERATIONS):
-            self.warn_of_unseen_steps(waiting)
+            self._warn_of_unseen_steps(waiting)
         # Within an accumulation the state cannot be saved, so the run ends after the accumulation.
-        may_end = run.step_batches.between_steps or waiting >= MAX_WITHOUT_STEP
+        may_end = waiting >= MAX_WITHOUT_STEP
+        if not waiting:
+            may_end = not run.step_batches.within_batch
         run.end_requests.raise_or_propose(may_end=may_end)
         return None
 
@@ -246,7 +291,7 @@ class Loop:
         pending = run.driver.take_dispatch()
         if pending is None:
             return
-        if self.state.is_complete:
+        if self.state.phase is LoopPhase.COMPLETED:
             raise AlreadyCompleted(
                 f"this run has completed at step {run.progress.step}, and the loop trains on: a "
                 "loop over healer.batches, healer.epochs or healer.steps ends at once. To train "
@@ -255,7 +300,7 @@ class Loop:
         loaders = run.loaders
         loader = loaders.last_trained
         first = run.step_batches.count_dispatch(pending)
-        run.data_state.forget()  # random numbers continue from this step
+        run.data_state.of_checkpoint = None  # random numbers continue from this step
         if self.state.step_is_epoch:
             loaders.epoch_loop.next_epoch = run.progress.step
         if loader is not loaders.last_trained:
@@ -271,7 +316,8 @@ class Loop:
         it, for a save at a later end of the run.
         """
         self.queue_dispatch()
-        self.state.body_continues = True
+        if self.state.phase is LoopPhase.AFTER_STEP:
+            self.state.phase = LoopPhase.REST_OF_BODY
 
     def _skip_if_nonfinite(self) -> RollbackRecord | None:
         """Skips the batch that brings back NaN or Inf, by a rollback to before its step.
@@ -351,17 +397,19 @@ class Loop:
         run.hang_guard.rest()
         in_outer_loop = run.loaders.epoch_loop.can_return or state.yielded_step is not None
         has_trained = run.progress.steps_taken > 0 and not state.is_complete
-        if in_outer_loop or state.at_rest or not has_trained or not run.store.durable:
+        if in_outer_loop or not has_trained or not run.store.durable:
+            return
+        if state.phase is LoopPhase.AT_REST:
             return
         if not left:
             is_one_of_several = run.loaders.passes > 1 and not state.reached_end
             if not (state.in_body or (is_one_of_several and run.schedule.saves_are_slow)):
                 run.saver.save_last(completed=True)
-                state.at_rest = True
+                state.phase = LoopPhase.AT_REST
         elif run.ranks.world == 1 and self.count_last_step():
             try:
                 if not run.saver.save_emergency(""):
-                    state.at_rest = True
+                    state.phase = LoopPhase.AT_REST
             except Exception as problem:  # the exception of the body is the one to be seen
                 self.warn(f"no checkpoint was saved at the end of the loop: {problem}")
 
@@ -448,7 +496,8 @@ class Loop:
             The rollback, or None without one. It undoes the steps after the order, so they are not
             read.
         """
-        for result, order in self._process_due(every=every):
+        while (found := self._next_due(every=every)) is not None:
+            result, order = found
             rollback = self.run.recovery.act(result, order)
             if rollback is not None:
                 return rollback
@@ -464,29 +513,30 @@ class Loop:
         The program's own code follows, so nothing can be rolled back here. The next work between
         two steps acts on the steps.
         """
-        while self.run.dispatch_queue.has_due(every=True):
-            self._note_next()
+        while (found := self._read_next(every=True)) is not None:
+            self.run.dispatch_queue.noted.append(found)
 
-    def _process_due(self, *, every: bool) -> Iterator[tuple[StepResult, Trouble | None]]:
-        """Processes the steps that are due; yields each with its order, not yet carried out."""
-        queue, guard = self.run.dispatch_queue, self.run.hang_guard
-        while queue.noted or queue.has_due(every=every):
-            if not queue.noted:
-                guard.watch()  # reading waits for the device
-                self._note_next()
-                guard.pause()
-            yield queue.noted.popleft()
+    def _next_due(self, *, every: bool) -> tuple[StepResult, Trouble | None] | None:
+        """The oldest step that is due, with its order, which is not carried out yet, or None."""
+        if self.run.dispatch_queue.noted:
+            return self.run.dispatch_queue.noted.popleft()
+        return self._read_next(every=every)
 
-    def _note_next(self) -> None:
-        """Reads the oldest queued step, and finds its order."""
+    def _read_next(self, *, every: bool) -> tuple[StepResult, Trouble | None] | None:
+        """Reads the oldest step that is due, and finds its order. None if no step is due."""
         run = self.run
+        if not run.dispatch_queue.has_due(every=every):
+            return None
+        run.hang_guard.watch()  # reading waits for the device
         try:
             result = run.dispatch_queue.read_next()
         except HealcoreError as error:
             run.progress.reading_error = error
             raise
-        run.dispatch_queue.noted.append((result, run.recovery.find_order(result)))
+        order = run.recovery.find_order(result)
         run.end_requests.note_mark(result)
+        run.hang_guard.pause()
+        return result, order
 
     # -- the end of the run, see `shutdown` -----------------------------------------------------
 
@@ -504,7 +554,8 @@ class Loop:
         """
         self.queue_dispatch()
         self.log_warnings()
-        for result, order in self._process_due(every=True):
+        while (found := self._next_due(every=True)) is not None:
+            result, order = found
             if order is not None:
                 what = ", ".join(names_of(Action(order.action)))
                 problem = f"{what} was ordered by the last steps of the run and not carried out"
@@ -525,7 +576,7 @@ class Loop:
         while self.run.driver.warnings:
             self.warn(self.run.driver.warnings.pop(0))
 
-    def warn_of_unseen_steps(self, waiting: int) -> None:
+    def _warn_of_unseen_steps(self, waiting: int) -> None:
         """Warns a loop that reads batches and takes no step of an optimizer in the state.
 
         Such a program may train an optimizer that is not in the state, or its steps have no

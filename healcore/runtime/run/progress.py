@@ -12,28 +12,51 @@ from healcore.runtime.data.sources import Sources
 class LoopPhase(Enum):
     """What the loop of a run waits for.
 
-        BEFORE_STEP --count--> AFTER_STEP <--begin, end--> EVALUATION
-             ^  |                  |                          |
-             |  `--> EPOCH_END     +-------- end_step --------+--> BEFORE_STEP
+        SEARCH, BEFORE_STEP, AT_REST --count--> AFTER_STEP --> REST_OF_BODY <--> EVALUATION
+                     ^                              |               |                |
+                     `----------------------------- end_step -------+----------------`
 
     The phase decides what an early end may save. An exception in `BEFORE_STEP` leaves the state of
-    the last step, unless it interrupts `optimizer.step()` itself. In `AFTER_STEP` of a trainer, in
+    the last step, unless it interrupts `optimizer.step()` itself. After the step of a trainer, in
     `EVALUATION` and in `EPOCH_END`, the code that belongs to a step is not complete, so nothing is
     saved.
     """
 
+    SEARCH = "search"
+    """A trainer searches its batch size, and has taken no step: if memory runs out, it begins again
+    with a smaller batch. The run then ends without a trace."""
     BEFORE_STEP = "before_step"
     """All counted steps are dealt with: the next step may begin."""
     AFTER_STEP = "after_step"
-    """A step was counted, and the work between two steps has not begun. The rest of the body of the
-    loop runs, which may change the state. A trainer evaluates, logs or saves here."""
+    """A step was counted, and the work between two steps has not begun."""
+    REST_OF_BODY = "rest_of_body"
+    """The same, and the body has continued after its step was counted, with a save or an
+    evaluation. The rest of the body may draw random numbers."""
     EVALUATION = "evaluation"
-    """The same, and the body has begun to read a loader for an evaluation. A restart would not
-    repeat the rest of it."""
+    """The same, and the body reads a loader for an evaluation. A restart would not repeat the rest
+    of it."""
     EPOCH_END = "epoch_end"
     """The last step of an epoch is dealt with, and the trainer's own code after it runs."""
+    AT_REST = "at_rest"
+    """The outermost loop has ended or was left, and its state was saved. What the program does
+    until a loop takes its next step does not belong to the run."""
     COMPLETED = "completed"
     """An earlier process has completed the run. Loops yield nothing, and no step is permitted."""
+
+
+COUNTED = (LoopPhase.AFTER_STEP, LoopPhase.REST_OF_BODY, LoopPhase.EVALUATION)
+"""The phases in which the work between two steps is due for a counted step."""
+
+
+class Start(Enum):
+    """What this process has begun with."""
+
+    NEW = "new"
+    """The first snapshot of a run."""
+    RESUMED = "resumed"
+    """A checkpoint of an earlier process."""
+    COMPLETE = "complete"
+    """The last state of a run that an earlier process had completed."""
 
 
 @dataclass
@@ -57,20 +80,14 @@ class RunProgress:
     """Steps done, which is the index of the next step. A rollback decreases the number."""
     steps_taken: int = 0
     """Steps of this process, including steps that a rollback has undone."""
-    has_resumed: bool = False
-    """Whether this process continues at an earlier process's checkpoint."""
-    had_completed: bool = False
-    """Whether the run in the store had completed, and this process has its last state."""
+    start: Start = Start.NEW
+    """What this process has begun with."""
     reading_error: HealcoreError | None = None
     """Error of the program that the reading of a step has shown, such as a step from
     an older state in JAX, or None. Nothing is saved after it."""
 
     phase: LoopPhase = LoopPhase.BEFORE_STEP
     """What the loop waits for."""
-    was_used: bool = False
-    """Whether the program has called `batches`, `after_step` or `update` in this process. A loop
-    that takes steps without them ends with an error, because nothing could be saved or rolled back
-    between its steps."""
     reached_end: bool = False
     """Whether any loop over `epochs`, `steps` or `scan`, or with `after_step(last=True)`, has come
     to its end in this process. It stays True if the program begins another loop."""
@@ -80,17 +97,8 @@ class RunProgress:
     yielded_step: int | None = None
     """Index of the step that a loop over `steps` has yielded and whose body runs, or None outside
     of such a body."""
-    body_continues: bool = False
-    """Whether the body has continued after its step was counted, with a save or an evaluation. The
-    rest of the body may draw random numbers."""
     step_is_epoch: bool = False
     """Whether each epoch of a loop over `epochs` is one step without `batches`."""
-    searches_batch_size: bool = False
-    """Whether a trainer still searches its batch size: if memory runs out, it begins again with a
-    smaller batch. The run then ends without a trace: it has taken no step."""
-    at_rest: bool = False
-    """Whether the outermost loop has ended or was left, and its state was saved. What the program
-    does until a loop takes its next step does not belong to the run."""
     own_count_obstacle: str = ""
     """Reason why a loop that counts its steps itself cannot continue, because a checkpoint has
     replaced its snapshot, or an empty string."""
@@ -104,8 +112,7 @@ class RunProgress:
             step: step of the checkpoint.
             completed: whether the run had ended with this checkpoint.
         """
-        self.has_resumed = True
-        self.had_completed = completed
+        self.start = Start.COMPLETE if completed else Start.RESUMED
         self.step = step
 
     def count(self, steps: int) -> None:
@@ -117,7 +124,11 @@ class RunProgress:
         self.step += steps
         self.steps_taken += steps
         self.phase = LoopPhase.AFTER_STEP
-        self.at_rest = False
+
+    @property
+    def had_completed(self) -> bool:
+        """Whether the run in the store had completed, and this process has its last state."""
+        return self.start is Start.COMPLETE
 
     @property
     def resumed_here(self) -> bool:
@@ -126,29 +137,13 @@ class RunProgress:
         An empty loop is normal then: the run may have been complete, and nothing is left to train.
         Without a resume, a loop that takes no step is an error of the program.
         """
-        return self.has_resumed and not self.steps_taken
+        return self.start is not Start.NEW and not self.steps_taken
 
     # -- the phase ------------------------------------------------------------------------------
 
-    def begin_evaluation(self) -> None:
-        """The body of the training loop begins an evaluation over a loader."""
-        self.body_continues = True
-        if self.phase is LoopPhase.AFTER_STEP:
-            self.phase = LoopPhase.EVALUATION
-
-    def end_evaluation(self) -> None:
-        """The evaluation has read its last batch."""
-        if self.in_evaluation:
-            self.phase = LoopPhase.AFTER_STEP
-
     def end_step(self) -> None:
-        """The body of the loop has ended, and what it has changed is kept: the step is over.
-
-        An iteration may end without a step. Then a body that continues keeps its mark.
-        """
-        if self.is_after_step:
-            self.body_continues = False
-        if not self.is_complete:
+        """The body of the loop has ended, and what it has changed is kept: the step is over."""
+        if self.phase in COUNTED or self.phase is LoopPhase.EPOCH_END:
             self.phase = LoopPhase.BEFORE_STEP
 
     def mark_step_unfinished(self) -> None:
@@ -162,14 +157,9 @@ class RunProgress:
         return self.phase is LoopPhase.COMPLETED
 
     @property
-    def in_evaluation(self) -> bool:
-        """Whether an evaluation after a counted step has not read its last batch."""
-        return self.phase is LoopPhase.EVALUATION
-
-    @property
     def is_after_step(self) -> bool:
         """Whether the work between two steps is due for a counted step, as a save has to record."""
-        return self.phase in (LoopPhase.AFTER_STEP, LoopPhase.EVALUATION)
+        return self.phase in COUNTED
 
     @property
     def has_unfinished_work(self) -> bool:
@@ -179,7 +169,7 @@ class RunProgress:
         stepped, and still has to evaluate, log or save after the step. In a loop of the program
         that does not evaluate, the state after a step is saved.
         """
-        if self.phase is LoopPhase.AFTER_STEP:
+        if self.phase in (LoopPhase.AFTER_STEP, LoopPhase.REST_OF_BODY):
             return self.has_trainer
         return self.phase in (LoopPhase.EVALUATION, LoopPhase.EPOCH_END)
 

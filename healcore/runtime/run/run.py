@@ -123,6 +123,8 @@ class Run:
         """Dispatches that the host has not read yet."""
         self.data_state = DataState(self.loaders)
         """Random states and loader positions, as an item of a checkpoint."""
+        self.loss_fn = options.loss_fn
+        """The program's `loss_fn`, or None."""
         loss_fn = options.loss_fn if policy.rolls_back else None
         self.step_batches = StepBatches(self, keeps_contents=loss_fn is not None)
         """The batches that were read since the last step."""

@@ -11,10 +11,10 @@ import pytest
 
 from healcore import Checkpoints, Healer
 from healcore.core.decision import Action
+from healcore.errors import HealerError
 from healcore.events.models import Ending
 from healcore.jax import HealStateError, protect
 from healcore.runtime import healer as healer_module
-from healcore.runtime.healer import HealerError
 from healcore.runtime.run.ending.exits import RunEnd, RunStopped
 from healcore.runtime.run_options import Hooks
 from tests.healer.run_directory import events, new_process

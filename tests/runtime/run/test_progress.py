@@ -5,57 +5,10 @@ import torch
 
 import healcore
 from healcore.errors import AlreadyCompleted
-from healcore.runtime.run.progress import LoopPhase, RunProgress
+from healcore.runtime.run.progress import LoopPhase
 from healcore.runtime.trainer_access import trainer_access_of
 from tests.healer.run_directory import new_process
 from tests.open_run import run_of
-
-
-def count(progress):
-    progress.count(1)
-
-
-@pytest.mark.parametrize(
-    ("phase", "event", "new_phase"),
-    [
-        ("BEFORE_STEP", count, "AFTER_STEP"),
-        ("BEFORE_STEP", RunProgress.end_step, "BEFORE_STEP"),
-        ("BEFORE_STEP", RunProgress.begin_evaluation, "BEFORE_STEP"),
-        ("BEFORE_STEP", RunProgress.mark_step_unfinished, "EPOCH_END"),
-        ("AFTER_STEP", count, "AFTER_STEP"),
-        ("AFTER_STEP", RunProgress.end_step, "BEFORE_STEP"),
-        ("AFTER_STEP", RunProgress.begin_evaluation, "EVALUATION"),
-        ("AFTER_STEP", RunProgress.end_evaluation, "AFTER_STEP"),
-        ("AFTER_STEP", RunProgress.mark_step_unfinished, "AFTER_STEP"),
-        ("EVALUATION", count, "AFTER_STEP"),
-        ("EVALUATION", RunProgress.end_evaluation, "AFTER_STEP"),
-        ("EVALUATION", RunProgress.end_step, "BEFORE_STEP"),
-        ("EPOCH_END", count, "AFTER_STEP"),
-        ("EPOCH_END", RunProgress.end_step, "BEFORE_STEP"),
-        ("EPOCH_END", RunProgress.mark_step_unfinished, "EPOCH_END"),
-        ("COMPLETED", RunProgress.end_step, "COMPLETED"),
-        ("COMPLETED", RunProgress.mark_step_unfinished, "COMPLETED"),
-    ],
-)
-def test_an_event_leads_from_a_phase_to_the_next(phase, event, new_phase):
-    progress = RunProgress(phase=LoopPhase[phase])
-    event(progress)
-    assert progress.phase is LoopPhase[new_phase]
-
-
-def test_an_evaluation_or_the_code_of_a_trainer_after_a_step_is_unfinished_work():
-    progress = RunProgress()
-    progress.count(1)
-    assert not progress.has_unfinished_work
-    progress.begin_evaluation()
-    assert progress.has_unfinished_work
-    assert progress.is_after_step, "a save has to record that the work between steps is due"
-    progress.end_evaluation()
-    assert not progress.has_unfinished_work
-    progress = RunProgress(has_trainer=True)
-    assert not progress.has_unfinished_work
-    progress.count(1)
-    assert progress.has_unfinished_work
 
 
 def opened(store=None):

@@ -21,7 +21,9 @@ from healcore.console import counted
 from healcore.runtime.data.cursor import Limit
 from healcore.runtime.data.readers import ScanBlocks
 from healcore.runtime.data.sources import SourceCursor
+from healcore.runtime.driver import HealerError, check_framework
 from healcore.runtime.reporting.nonfinite_steps import FROM_START
+from healcore.runtime.run.progress import COUNTED, LoopPhase
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
@@ -91,7 +93,7 @@ def loop_over_batches(
                 loader.in_use = False
         loop.queue_dispatch()
         if not loop.work_waits(loader):
-            loop.after_step()
+            loop.after_step(counted=True)
     hang_guard.pause()
     loader.in_loop = False
 
@@ -129,8 +131,9 @@ def _begin(
     if trained:  # what the code before this pass has changed
         run.saver.keep_weight_sample()
     if loop.work_waits(loader):
-        state.begin_evaluation()
-    elif loop.after_step() is None and broken_off is not None:
+        if state.phase in COUNTED:
+            state.phase = LoopPhase.EVALUATION
+    elif loop.after_step(counted=True) is None and broken_off is not None:
         # Until a later epoch begins, possibly with a new loader, the `break` may also end the
         # training, which a restart then continues in the same epoch.
         begins = loader.next_id.epoch if loader is loaders.last_trained else -1
@@ -146,7 +149,8 @@ def _read(run: Run, loader: SourceCursor) -> Any:
     within a step or an evaluation.
     """
     run.hang_guard.watch()
-    may_end = run.step_batches.between_steps and not run.loop.state.in_evaluation
+    may_end = run.step_batches.between_steps
+    may_end = may_end and run.loop.state.phase is not LoopPhase.EVALUATION
     loader.in_loop, loader.left_by_break = True, False
     try:
         with run.end_requests.waiting_for_data() if may_end else nullcontext():
@@ -155,12 +159,12 @@ def _read(run: Run, loader: SourceCursor) -> Any:
         run.hang_guard.pause()
         return _NO_BATCH
     finally:
-        skipped = [list(each) for each in loader.take_skipped()]
+        skipped = loader.take_skipped()
         if skipped:
             line = f"{counted(len(skipped), 'batch', 'batches')} skipped"
-            run.log.note(run.progress.step, line, batches=skipped)
-    if run.loaders.is_caught_up:
-        run.data_state.forget()
+            run.log.note(run.progress.step, line, batches=[[*each] for each in skipped])
+    if run.data_state.of_checkpoint is not None and run.loaders.is_caught_up:
+        run.data_state.of_checkpoint = None
     loader.in_use = True
     return batch
 
@@ -187,7 +191,8 @@ def _end(run: Run, loader: SourceCursor, *, is_numbered: bool) -> None:
         is_numbered: whether the program has named the epoch, which is one of several then.
     """
     loop, loaders = run.loop, run.loaders
-    loop.state.end_evaluation()
+    if loop.state.phase is LoopPhase.EVALUATION:
+        loop.state.phase = LoopPhase.REST_OF_BODY
     trains = not loop.work_waits(loader)
     if not trains and loader is loaders.last_trained:
         # After a restart, until the training data have their place again; or a loop over
@@ -203,22 +208,34 @@ def _end(run: Run, loader: SourceCursor, *, is_numbered: bool) -> None:
         loop.judge_at_end()
 
 
-def loop_over_blocks(run: Run, blocks: ScanBlocks, dispatch: Callable[[int, int], None]) -> None:
+def loop_over_blocks(
+    run: Run, update: Callable[..., Any], state: Any, blocks: ScanBlocks, *, donate: bool
+) -> tuple[Any, Any]:
     """Dispatches blocks of updates that JAX compiles as a whole; see `Healer.scan`.
 
     A block is the batch of this loop: the work between two steps follows each block.
 
     Args:
         run: the parts of the run.
+        update: the program's function.
+        state: the state to begin with.
         blocks: the blocks of updates, which are the batches of this loop.
-        dispatch: dispatches a block. It takes the number of the block's first update, and the
-            number of updates in the block.
+        donate: whether a block reuses the memory of the state that it begins with.
 
-    Raises:
-        RunStopped, Terminated, EndRequested: as in `Healer.batches`.
+    Returns:
+        The last state, and the outputs of all updates.
     """
+    check_framework(run.driver, "JAX", "healer.scan(...)")
+    if run.driver.state_is_in_place:
+        raise HealerError(
+            "healer.scan takes a pytree as state, and this Healer's state is of nnx objects, which "
+            "change in place: split them, graphdef, state = nnx.split((model, optimizer)), and "
+            "merge them in `update`"
+        )
+    scan = run.driver.begin_scan(update, state, donate=donate)
     epoch_loop = run.loaders.epoch_loop
     epoch = epoch_loop.next_epoch if epoch_loop.can_return else None
     for _ in loop_over_batches(run, blocks, 1, epoch):
-        dispatch(blocks.first, blocks.count)
+        scan.run(blocks.first, blocks.count)
     run.loop.state.reached_end = True
+    return run.driver.live, scan.outputs()

@@ -251,7 +251,10 @@ class StepBatches:
         They are batches of the loader that was read last. Empty directly after a step, or if the
         program has read no loader. If the next step raises, these batches are named in the message.
         """
-        return tuple(which for each, which in self._run.loaders.pending if each is self.last_read)
+        pending = self._run.loaders.pending
+        if not pending:  # a step has few calls
+            return ()
+        return tuple(which for each, which in pending if each is self.last_read)
 
     @property
     def skipped_steps(self) -> int:

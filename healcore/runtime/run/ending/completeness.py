@@ -41,7 +41,7 @@ def incomplete_run_error(run: Run, *, judges_weights: bool = True) -> BaseExcept
         return None
     step, taken = progress.step, progress.steps_taken
     advice = f"Write `{_RECOMMENDED_LOOPS[run.driver.framework]}`"
-    if taken and not state.was_used:
+    if taken and run.loop.unseen_steps is not None:
         # The position in the data after these steps is unknown: a start from the last state would
         # train the same batches again.
         earlier = run.way_back.before_next_start(step - 1)

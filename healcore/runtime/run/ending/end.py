@@ -33,6 +33,7 @@ from healcore.runtime.run.ending.exits import (
     Terminated,
 )
 from healcore.runtime.run.out_of_memory import memory_text
+from healcore.runtime.run.progress import LoopPhase
 from healcore.runtime.store.checkpoints import StoreError
 
 if TYPE_CHECKING:
@@ -63,13 +64,13 @@ def end_run(run: Run, error: BaseException | None, *, by: EndedBy = "block") -> 
     state = run.loop.state
     if state.is_complete and isinstance(error, AlreadyCompleted):
         error = None  # the loop has raised no error
-    rests = by == "exit" and state.at_rest
+    rests = by == "exit" and state.phase is LoopPhase.AT_REST
     if rests or (state.is_complete and error is None):
         _try(run, "the steps after the loop were not dropped", run.driver.take_dispatch)
     run.hang_guard.pause()
     run.driver.on_end()
-    tried = error if state.searches_batch_size else None
-    if tried is not None and classify(tried).cause is Cause.OOM:
+    searches = state.phase is LoopPhase.SEARCH
+    if error is not None and searches and classify(error).cause is Cause.OOM:
         _forget(run)
         _close_parts(run)
         return run.end
