@@ -6,7 +6,7 @@ import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import Any
 
 from pydantic_core import to_json
 
@@ -119,20 +119,17 @@ def _fields(record: StepRecord, several: bool) -> dict[str, Any]:
             if record.cause and record.cause & cause:
                 fields[name] = "nan"
             elif name == "grad_norm" or record.loss != 0:
-                fields[name] = _number(getattr(record, name))
+                fields[name] = float(getattr(record, name))
     for name in (*NUMBERS, *COMPARED, "lr"):
         value = getattr(record, name)
         if value is not None:
-            fields[name] = _number(value)
+            fields[name] = float(value)
+    for name, number in fields.items():  # `to_json` would test the type of each
+        if isinstance(number, float) and not math.isfinite(number):
+            fields[name] = str(number)
     fields["skip"] = record.why in SKIPS
     if record.why == Why.EXTERNAL:
         fields["scaler_skip"] = True
     fields["cause"] = names_of(record.cause)
     fields["action"] = names_of(record.action)
     return fields
-
-
-def _number(value: SupportsFloat) -> float | str:
-    """Converts a number to JSON. Every step needs several, and `to_json` would test the type."""
-    number = float(value)
-    return number if math.isfinite(number) else str(number)

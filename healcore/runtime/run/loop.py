@@ -496,8 +496,9 @@ class Loop:
             The rollback, or None without one. It undoes the steps after the order, so they are not
             read.
         """
-        while (found := self._next_due(every=every)) is not None:
-            result, order = found
+        queue = self.run.dispatch_queue
+        while queue.noted or queue.has_due(every=every):
+            result, order = self._next_due()
             rollback = self.run.recovery.act(result, order)
             if rollback is not None:
                 return rollback
@@ -513,20 +514,19 @@ class Loop:
         The program's own code follows, so nothing can be rolled back here. The next work between
         two steps acts on the steps.
         """
-        while (found := self._read_next(every=True)) is not None:
-            self.run.dispatch_queue.noted.append(found)
+        queue = self.run.dispatch_queue
+        while queue.has_due(every=True):
+            queue.noted.append(self._read_next())
 
-    def _next_due(self, *, every: bool) -> tuple[StepResult, Trouble | None] | None:
-        """The oldest step that is due, with its order, which is not carried out yet, or None."""
+    def _next_due(self) -> tuple[StepResult, Trouble | None]:
+        """Takes the oldest step that was noted or is due, with its order."""
         if self.run.dispatch_queue.noted:
             return self.run.dispatch_queue.noted.popleft()
-        return self._read_next(every=every)
+        return self._read_next()
 
-    def _read_next(self, *, every: bool) -> tuple[StepResult, Trouble | None] | None:
-        """Reads the oldest step that is due, and finds its order. None if no step is due."""
+    def _read_next(self) -> tuple[StepResult, Trouble | None]:
+        """Reads the oldest queued step, and finds its order."""
         run = self.run
-        if not run.dispatch_queue.has_due(every=every):
-            return None
         run.hang_guard.watch()  # reading waits for the device
         try:
             result = run.dispatch_queue.read_next()
@@ -554,8 +554,8 @@ class Loop:
         """
         self.queue_dispatch()
         self.log_warnings()
-        while (found := self._next_due(every=True)) is not None:
-            result, order = found
+        while self.run.dispatch_queue.noted or self.run.dispatch_queue.has_due(every=True):
+            result, order = self._next_due()
             if order is not None:
                 what = ", ".join(names_of(Action(order.action)))
                 problem = f"{what} was ordered by the last steps of the run and not carried out"

@@ -80,7 +80,7 @@ class Recovery:
             The trouble that the rules of the policy or a hook name, or None.
         """
         run = self.run
-        result = replace(result, records=run.metrics.with_loss_ratios(result.records))
+        result.records[:] = run.metrics.with_loss_ratios(result.records)
         run.log.records(
             result.index,
             result.records,
