@@ -12,7 +12,7 @@ from healcore.events.models import Ending
 from healcore.history import Mode, RunHistory, runs_of
 from healcore.history.curves import read_metrics, thin
 from healcore.runtime.reporting.diagnosis import STATES, faults_found
-from healcore.tools.report.incident_text import response_text
+from healcore.tools.report.page_report import response_text
 
 START = ("start", 0, {"mode": "heal", "store": "there", "host": "h", "pid": 1})
 NAN = {"cause": ["NONFINITE_LOSS"], "skip": True, "incident": 1}

@@ -14,14 +14,13 @@ from healcore.console import counted
 from healcore.history import Curves
 from healcore.runtime.reporting.diagnosis import unrepaired_text
 from healcore.tools.report.figure import WIDTHS, draw
-from healcore.tools.report.incident_text import (
+from healcore.tools.report.page_report import (
+    PageReport,
     batches_text,
     cause_text,
-    rate_changes,
     response_text,
     step_range,
 )
-from healcore.tools.report.page_report import PageReport, short_names
 
 _MAX_DRAWN = 12
 """Limit of runs with a figure."""
@@ -63,12 +62,10 @@ def render(reports: Sequence[PageReport]) -> str:
         "cause_text": cause_text,
         "losses": _losses,
         "paragraphs": _paragraphs,
-        "rate_changes": rate_changes,
         "response_text": response_text,
         "step_range": step_range,
         "unrepaired_text": unrepaired_text,
     }
-    names = short_names(reports)
     template = resources.files("healcore.tools.report").joinpath("page.html")
     figures: list[dict[str, str]] = []  # kind of figure -> SVG, empty for a run without curves
     for report in reports[:_MAX_DRAWN]:
@@ -79,24 +76,21 @@ def render(reports: Sequence[PageReport]) -> str:
         figures.append(by_kind)
     return environment.from_string(template.read_text(encoding="utf-8")).render(
         reports=reports,
-        names=names,
-        heading=_heading(reports, names),
+        heading=_heading(reports),
         version=healcore.__version__,
         figures=figures,
     )
 
 
-def _heading(reports: Sequence[PageReport], names: Sequence[str]) -> str:
+def _heading(reports: Sequence[PageReport]) -> str:
     """The title of the page. A run that is replayed with several policies is one run."""
     if len(reports) == 1:
-        return reports[0].heading(names[0])
-    runs = list(dict.fromkeys(names))
-    policies = counted(len({report.policy_name for report in reports}), "policy", "policies")
-    if len(runs) == 1:
-        return f"Replay of {runs[0]}: {policies}"
-    heading = counted(len(runs), "run")
-    if len(reports) > len(runs):
-        heading += f", {policies}"
+        return reports[0].heading()
+    runs = len({report.title for report in reports})
+    heading = counted(runs, "run")
+    if len(reports) > runs:
+        policies = len({report.policy_name for report in reports})
+        heading += f", {counted(policies, 'policy', 'policies')}"
     return heading
 
 

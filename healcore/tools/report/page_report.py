@@ -1,12 +1,12 @@
-"""`PageReport`: what a report page shows of a run or a replay."""
+"""`PageReport`: what a report page shows of a run or a replay, and the texts about incidents."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from healcore.console import counted
+from healcore.events.kinds import flags_text, sentence
 from healcore.events.models import Ending, EventRecord
 from healcore.history import Counts, Curves, Incident, Mode
 from healcore.history.run_history import RunAttempt
@@ -71,13 +71,10 @@ class PageReport(NamedTuple):
         """
         return self.mode is not Mode.HEAL
 
-    def heading(self, name: str) -> str:
-        """Describes the run in a line: its name, its policy and its result.
-
-        Args:
-            name: the name of the run on the page.
-        """
-        result = self.ending().partition(":")[0]
+    def heading(self) -> str:
+        """Describes the run in a line: its name, its policy and its result."""
+        name = self.title
+        result = self.ending()
         if self.mode is Mode.REPLAY:
             name = f"Replay of {name}"
             result = result or counted(self.counts.alarms or 0, "alarm")
@@ -111,25 +108,86 @@ def ending_text(state: Ending, unrepaired: Sequence[int]) -> str:
     return STATES[state]
 
 
-def short_names(reports: Sequence[PageReport]) -> list[str]:
-    """Shortens the titles of reports, which may be long paths.
+# -- texts about incidents ------------------------------------------------------------------------
+
+
+def cause_text(incident: Incident) -> str:
+    """The causes of an incident, such as "nonfinite loss", or why the run was rolled back."""
+    if incident.cause:
+        return flags_text(incident.cause)
+    for event in incident.responses:
+        if event.why:
+            return event.why
+    return "a rollback without an alarm"
+
+
+def batches_text(incident: Incident) -> str:
+    """Describes the batches of an incident: their epoch, the first and the last.
 
     Args:
-        reports: the reports of one page.
+        incident: an incident. If batches were skipped, only these are described.
 
     Returns:
-        For each report the last two parts of the path in its title, or the whole title if other
-        titles have the same last parts.
+        A text such as "epoch 0: 7–12 (6 skipped)", or an empty string without batches.
     """
-    short: dict[str, str] = {}
-    for report in reports:
-        parts = [part for part in report.title.split("/") if part not in (".", "..")]
-        short[report.title] = "/".join(parts[-2:])
-    counts = Counter(short.values())
-    names: list[str] = []
-    for report in reports:
-        name = short[report.title]
-        if counts[name] > 1:
-            name = report.title
-        names.append(name)
-    return names
+    batches = sorted(incident.skipped_batches or incident.first.batches or ())
+    if not batches:
+        return ""
+    (epoch, first), (last_epoch, last) = batches[0], batches[-1]
+    text = f"epoch {epoch}: {step_range(first, last)}"
+    if epoch != last_epoch:
+        text = f"epoch {epoch}: {first} to epoch {last_epoch}: {last}"
+    if incident.skipped_batches:
+        text += f" ({len(batches)} skipped)"
+    return text
+
+
+def step_range(first: float, last: float) -> str:
+    """Formats the first and the last step of a range as a text such as "7" or "7–12"."""
+    if first == last:
+        return f"{first:.0f}"
+    return f"{first:.0f}–{last:.0f}"
+
+
+def response_text(incident: Incident) -> str:
+    """Describes what was done about an incident.
+
+    Args:
+        incident: an incident of a healed run, of a run that was only observed, or of a replay.
+
+    Returns:
+        The responses of the run, such as "skipped 3 steps, then training continued". For an
+        observed run or a replay, what the policy would have done.
+    """
+    responses = [sentence(event) for event in incident.responses]
+    if incident.mode is not Mode.HEAL:
+        return "; ".join([_would_text(incident), *responses])
+    if incident.skipped and not incident.rolled_back:
+        responses.insert(0, f"skipped {skipped_text(incident)}")
+    if not incident.rolled_back and "STOP" not in incident.action:
+        responses.append("training continued")
+    return "; ".join(responses)
+
+
+def skipped_text(incident: Incident) -> str:
+    """Describes the number of skipped steps, such as "3 steps", or "100 steps or more"."""
+    text = counted(incident.skipped, "step")
+    if incident.capped:
+        text += " or more"
+    return text
+
+
+def _would_text(incident: Incident) -> str:
+    """What the policy would have done, if its orders had been carried out."""
+    parts: list[str] = []
+    if incident.skipped:
+        parts.append(f"skipped {skipped_text(incident)}")
+    if incident.clipped:
+        parts.append(f"clipped {counted(incident.clipped, 'step')}")
+    if "ROLLBACK" in incident.action:
+        parts.append("rolled back")
+    if "STOP" in incident.action:
+        parts.append("stopped the run")
+    if not parts:
+        return "alert only"
+    return f"would have {', '.join(parts)}"
