@@ -14,7 +14,6 @@ import typer
 
 import healcore
 from healcore.tools.cli import events, policy, probe, replay
-from healcore.tools.cli.groups import CommandGroup
 from healcore.tools.output import echo, report_errors
 
 __all__ = ["app", "main"]
@@ -22,7 +21,6 @@ __all__ = ["app", "main"]
 # No rich tracebacks: the commands print healcore's errors as sentences, and Python prints others.
 app = typer.Typer(
     name="healcore",
-    cls=CommandGroup,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -7,9 +7,8 @@ if the run completed, with 1 if it ended in another way, and with 130 after Ctrl
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from healcore.tools.cli.groups import SubcommandGroup
 from healcore.tools.output import CANNOT_RUN, check_outputs, echo, fail, report_errors, write_output
 
 if TYPE_CHECKING:  # imported in the functions, so that other commands start fast
@@ -29,12 +27,10 @@ MAX_PRINTED = 20
 """Limit of the problems of runs that are printed. The page lists more."""
 SEVERAL_RUNS = "healcore.reports.html"
 """Page of several runs, in the current folder. It must not replace the page of one of them."""
-_MIN_JOINED = 3
-"""Similar alarms in a row that have one line."""
 POLL_INTERVAL = 0.5
 """Seconds between two reads of `--follow`."""
 
-app = typer.Typer(cls=SubcommandGroup, no_args_is_help=True, help="Show the events of a run.")
+app = typer.Typer(no_args_is_help=True, help="Show the events of a run.")
 
 
 @app.command()
@@ -44,15 +40,12 @@ def show(
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Wait for new events until the run ends.")
     ] = False,
-    every: Annotated[
-        bool, typer.Option("--all", help="Print each of several alarms in a row of one cause.")
-    ] = False,
 ) -> None:
     """Print a line per event: time, step, kind. Lists damaged lines on standard error."""
     path = _events_path(Path(file), follow)
     if follow:
         raise typer.Exit(_follow(path))
-    raise typer.Exit(_show_once(path, joins=not every))
+    raise typer.Exit(_show_once(path))
 
 
 def _events_path(path: Path, follow: bool) -> Path:
@@ -67,13 +60,8 @@ def _events_path(path: Path, follow: bool) -> Path:
     return find_events_file(path)
 
 
-def _show_once(path: Path, *, joins: bool) -> int:
-    """Prints the events of a file, and its damaged lines. Returns the exit status.
-
-    Args:
-        path: the events file.
-        joins: whether similar alarms in a row have one line.
-    """
+def _show_once(path: Path) -> int:
+    """Prints the events of a file, and its damaged lines. Returns the exit status."""
     from healcore.events import read
 
     events_file = read(path)
@@ -82,7 +70,7 @@ def _show_once(path: Path, *, joins: bool) -> int:
         fail(f"{path} is no events file: line {damaged[0].line}: {damaged[0].problem}")
     if not events_file.events:
         fail(f"{path} is no events file: it is empty")
-    _print_events(events_file.events, None, joins=joins)
+    _print_events(events_file.events, None)
     _print_damage(damaged)
     if damaged:
         return DAMAGED
@@ -140,103 +128,34 @@ def _print_damage(damaged: Sequence[LineProblem]) -> None:
         echo(f"line {problem.line} is damaged: {problem.problem}", err=True)
 
 
-def _print_events(
-    events: list[dict[str, Any]], process: str | None, *, joins: bool = False
-) -> None:
-    """Prints events after an event of `process`, with a line where another process begins.
-
-    With `joins` at least three similar alarms in a row have one line.
-    """
-    rows = [[event] for event in events]
-    if joins:
-        rows = [list(row) for _, row in itertools.groupby(events, _AlarmKey())]
-    for row in rows:
-        if row[0]["run"] != process:
-            process = row[0]["run"]
+def _print_events(events: list[dict[str, Any]], process: str | None) -> None:
+    """Prints events after an event of `process`, with a line where another process begins."""
+    for event in events:
+        if event["run"] != process:
+            process = event["run"]
             echo(f"run {process}")
-        if len(row) >= _MIN_JOINED:
-            echo(_joined_line(row))
-        else:
-            for event in row:
-                echo(_line(event))
-
-
-class _AlarmKey:
-    """The key of an event for `itertools.groupby`: equal for similar alarms, else another one."""
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    def __call__(self, event: dict[str, Any]) -> object:
-        if event["kind"] == "alarm" and not any(map(event.get, ("skip", "incident", "action"))):
-            return event["run"], event.get("cause"), event.get("engine")
-        self._count += 1
-        return self._count
-
-
-def _joined_line(alarms: Sequence[dict[str, Any]]) -> str:
-    """Formats similar alarms in a row: their steps, their causes, and the range of their losses."""
-    from healcore.events.kinds import flags_text
-    from healcore.events.models import validate
-
-    records = [validate(alarm)[0] for alarm in alarms]
-    losses: list[float] = []
-    for record in records:
-        if record.readings is not None and math.isfinite(record.readings.loss):
-            losses.append(record.readings.loss)
-    text = f"{flags_text(records[0].cause or ())}, {len(records)} steps, none skipped"
-    if losses:
-        text += f"; loss {min(losses):.4g} to {max(losses):.4g}"
-    text += " (--all shows each)"
-    steps = f"{records[0].step}-{records[-1].step}"
-    return _columns(alarms[0], steps, text)
+        echo(_line(event))
 
 
 def _line(event: dict[str, Any]) -> str:
-    """Formats an event: its time, its step, its kind, and a sentence or its fields as JSON."""
+    """Formats an event: its time, its step, its kind, and its sentence or its fields as JSON."""
     from healcore.events.kinds import ENVELOPE, sentence
     from healcore.events.models import validate
 
     fields = {name: value for name, value in event.items() if name not in ENVELOPE}
     text = sentence(validate(event)[0])
     if not text and fields:
-        text = ", ".join(f"{name} {_plain(value)}" for name, value in fields.items())
+        text = json.dumps(fields)
     step = "-"
     if event.get("step") is not None:
         step = _shorten(event["step"], 20)
-    return _columns(event, step, text)
-
-
-def _columns(event: dict[str, Any], step: str, text: str) -> str:
-    """A line with the time and the kind of an event, its steps, and a text."""
     time_of_event = str(event.get("time", ""))[:19]
     return f"{time_of_event:19}  {step:>9}  {event['kind']:15}  {_shorten(text)}".rstrip()
 
 
-def _plain(value: object) -> str:
-    """A field of an event without a sentence: text as it is, numbers short, the rest as JSON."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, float):
-        return f"{value:.3g}"
-    return json.dumps(value)
-
-
 def _shorten(value: object, limit: int = 400) -> str:
     """Converts a value to one line of at most `limit` characters."""
-    text = " ".join(str(value).split())
-    if len(text) > limit:
-        return f"{text[: limit - 3]}..."
-    return text
-
-
-def _default_page(file: Path, count: int) -> Path:
-    """The page of a run is next to its events. A page of several runs belongs to none of them."""
-    from healcore.events.log import stem
-
-    if count > 1:
-        return Path(SEVERAL_RUNS)
-    return file.with_name(f"{stem(file)}.report.html")
+    return textwrap.shorten(str(value), limit, placeholder="...")
 
 
 def report(
@@ -256,6 +175,7 @@ def report(
     ] = None,
 ) -> None:
     """Write an HTML page about a run: curves, incidents, policy. The page needs no network."""
+    from healcore.events.log import stem
     from healcore.tools.report import page_report, run_report
     from healcore.tools.report.page import render
 
@@ -275,7 +195,11 @@ def report(
         problems += each.notes
     for problem in problems[:MAX_PRINTED]:
         echo(problem, err=True)
-    page = out or _default_page(files[0], len(events))
+    page = out
+    if page is None:
+        page = files[0].with_name(f"{stem(files[0])}.report.html")
+        if len(events) > 1:  # it belongs to none of the runs
+            page = Path(SEVERAL_RUNS)
     # Metrics and postmortems are next to the events file.
     inputs: list[Path] = []
     for file in files:

@@ -14,15 +14,12 @@ import typer
 from rich.table import Column, Table
 from rich.text import Text
 
-from healcore.tools.cli.groups import SubcommandGroup
 from healcore.tools.cli.options import SetOption
 from healcore.tools.output import CANNOT_RUN, console, echo, report_errors
 
 OK, INVALID = 0, 1
 
-app = typer.Typer(
-    cls=SubcommandGroup, no_args_is_help=True, help="List, show, check and compare policies."
-)
+app = typer.Typer(no_args_is_help=True, help="List, show, check and compare policies.")
 
 _Named = Annotated[str, typer.Argument(metavar="POLICY", help="A preset, a recipe or a file.")]
 

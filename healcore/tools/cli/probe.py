@@ -17,7 +17,6 @@ from pydantic import BaseModel, ValidationError
 
 from healcore import regular_file
 from healcore.core.errors import clean
-from healcore.tools.cli.groups import SubcommandGroup
 from healcore.tools.cli.options import ColumnOption, JoinOption
 from healcore.tools.output import echo, fail
 from healcore.tools.probe.checks import (
@@ -48,7 +47,6 @@ _Traces = Annotated[
 
 
 app = typer.Typer(
-    cls=SubcommandGroup,
     no_args_is_help=True,
     help="Judge a loss curve, an optimizer state or a checkpoint. "
     "Exit status 0 pass, 1 warn, 2 fail, 3 no verdict.",

@@ -7,30 +7,22 @@ not be written.
 
 from __future__ import annotations
 
-import itertools
 import os
-import re
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from healcore.console import first_lines, first_of
+from healcore.console import first_lines
 from healcore.tools.cli.options import ColumnOption, JoinOption, JsonlOption, SetOption
 from healcore.tools.output import AnyPath, check_outputs, console, echo, fail, write_output
 
 if TYPE_CHECKING:  # imported in the functions, so that other commands start fast
     from rich.console import Console
-    from rich.table import Table
 
     from healcore.policy import Policy
-    from healcore.tools.replay import Summary
-    from healcore.tools.report.page_report import PageReport
-    from healcore.tools.traces import Trace
-    from healcore.tools.traces.trace import Unreadable
 
 OK, PARTIAL = 0, 1
 
@@ -129,6 +121,8 @@ def _replay_traces(
         sums_only: whether the table shows only the sums over all traces.
     """
     from healcore.adapter_registry import require
+    from healcore.tools.replay import ReplayError, replay, table
+    from healcore.tools.report import page
     from healcore.tools.traces import open_traces, parse_columns
 
     if report:
@@ -140,164 +134,70 @@ def _replay_traces(
         outputs.append(report)
     check_outputs(outputs, [*traces, *policies])
     opened, unreadable = open_traces(traces, columns=parse_columns(column), join=join)
-    results = _Results()
+    failures: list[str] = []  # each costs the exit status
     for failure in unreadable:
-        results.add_unreadable(failure)
-    for trace, name in itertools.product(opened, policies):
-        results.add_replay(trace, policies[name], name, lines=bool(jsonl), page=bool(report))
-    if results.summaries:
+        failures.append(f"{failure.path}: {failure.problem}")
+    # The rows of a replay are not kept, because a command may read many long logs.
+    summaries, lines, reports = [], [], []
+    for trace in opened:
+        for name, policy in policies.items():
+            try:
+                result = replay(trace, policy, name=name)
+            except ReplayError as error:
+                failures.append(str(error))
+                continue
+            summaries.append(result.summary)
+            for clause in result.summary.missing.values():
+                failures.append(
+                    f"{trace.name}: not judged: {clause}, which may be NaN that was not written. "
+                    "Write nan, or cut these rows"
+                )
+            if jsonl:
+                lines += result.lines()
+            if report:
+                reports.append(result.report())
+    if summaries:
         # Files before the table, whose reader may end early (`| head`).
-        _write(results, jsonl, report)
+        if jsonl == "-":
+            sys.stdout.writelines(lines)
+        elif jsonl:
+            write_output(jsonl, "".join(lines))
+        if report:
+            write_output(report, page.render(reports))
         width = _PIPE_WIDTH
         if sys.stdout.isatty() or os.environ.get("COLUMNS"):
             width = None  # rich finds the width
         printer = console(stderr=jsonl == "-", width=width)
-        _print(printer, opened, policies, results.summaries, sums_only)
+        answers = table.answers(opened, summaries)
+        if not sums_only:
+            _print_first(printer, answers, "bold")
+        shown = table.summary_table(summaries, sums_only=sums_only)
+        unlimited = printer.options.update_width(1 << 12)
+        # A narrow terminal wraps the lines, so that no number is cut.
+        shown.width = max(
+            printer.measure(shown, options=unlimited).minimum,
+            min(printer.measure(shown, options=unlimited).maximum, printer.width),
+        )
+        printer.print()
+        printer.print(shown, crop=False)
+        if sums_only:
+            _print_first(printer, answers, "")
+        for trace in opened:
+            _print_first(printer, trace.problems, "yellow")
+            _print_first(printer, trace.notes, "dim")
+        _print_first(printer, table.notes(summaries), "")
+        printer.print(table.LEGEND, style="dim", highlight=False)
         if report:
             printer.print(f"page: {report}", markup=False, highlight=False)
-    for problem in _without_repeats(results.problems):
-        echo(problem, err=True)
-    if not results.summaries and not results.has_unjudged:
+    for failure in dict.fromkeys(failures):
+        echo(failure, err=True)
+    if not summaries and not any(each.not_judged for each in unreadable):
         fail("no trace could be replayed")
-    if results.problems:
+    if failures:
         raise typer.Exit(PARTIAL)
     raise typer.Exit(OK)
 
 
-@dataclass
-class _Results:
-    """What the replays of one command have found, in the order of the traces and the policies."""
-
-    summaries: list[Summary] = field(default_factory=list)
-    lines: list[str] = field(default_factory=list)
-    """The lines of `--jsonl`."""
-    reports: list[PageReport] = field(default_factory=list)
-    """The runs on the page of `--report`."""
-    problems: list[str] = field(default_factory=list)
-    """A sentence for each path that could not be read, and each trace that was not replayed."""
-    has_unjudged: bool = False
-    """Whether a log could be read, but has too few values for a verdict."""
-
-    def add_unreadable(self, failure: Unreadable) -> None:
-        """Adds a path without a usable trace to the problems."""
-        prefix = f"{failure.path}: "
-        if failure.not_judged:
-            self.has_unjudged = True
-            prefix += "not judged: "
-        self.problems.append(f"{prefix}{failure.problem}")
-
-    def add_replay(
-        self, trace: Trace, policy: Policy, name: str, *, lines: bool, page: bool
-    ) -> None:
-        """Replays a policy over a trace, and adds the results.
-
-        The rows of a replay are not kept, because a command may read many long logs. So the lines
-        and the report are made here, if they are wanted.
-        """
-        from healcore.tools.replay import ReplayError, replay
-
-        try:
-            result = replay(trace, policy, name=name)
-        except ReplayError as error:
-            self.problems.append(str(error))
-            return
-        self.summaries.append(result.summary)
-        for clause in result.summary.missing.values():
-            self.problems.append(
-                f"{trace.name}: not judged: {clause}, which may be NaN that was not written. Write "
-                "nan, or cut these rows"
-            )
-        if lines:
-            self.lines += result.lines()
-        if page:
-            self.reports.append(result.report())
-
-
-def _write(results: _Results, jsonl: str | None, report: Path | None) -> None:
-    """Writes the decisions to `jsonl` and the page to `report`, if these are given."""
-    if jsonl == "-":
-        sys.stdout.writelines(results.lines)
-    elif jsonl:
-        write_output(jsonl, "".join(results.lines))
-    if report:
-        from healcore.tools.report import page
-
-        write_output(report, page.render(results.reports))
-
-
-def _print(
-    printer: Console,
-    traces: Sequence[Trace],
-    policies: Mapping[str, Policy],
-    summaries: Sequence[Summary],
-    sums_only: bool,
-) -> None:
-    """Prints the first alarms, the table, problems and notes, and the legend of the table.
-
-    In a sweep the sums are the answer, so the first alarms follow the table.
-    """
-    from healcore.tools.replay import table
-
-    problems: list[str] = []
-    notes: list[str] = []
-    for trace in traces:
-        problems += trace.problems
-        notes += trace.notes
-    first_alarms = table.first_alarms(summaries)
-    if not sums_only:
-        _print_first(printer, first_alarms, "bold")
-        _print_first(printer, table.unalarmed_rises(traces, summaries), "yellow")
-        printer.print()
-    _print_whole(printer, table.summary_table(summaries, sums_only=sums_only))
-    _print_first(printer, problems, "yellow")
-    if sums_only:
-        _print_first(printer, first_alarms, "")
-    _print_first(printer, table.notes(summaries), "")
-    if not sums_only:
-        _print_first(printer, table.limits_of_replay(policies, summaries), "dim")
-    _print_first(printer, notes, "dim")
-    printer.print(table.LEGEND, style="dim", highlight=False)
-
-
-def _print_whole(printer: Console, table: Table) -> None:
-    """Prints a table. A narrow terminal wraps its lines, so that no number is cut."""
-    unlimited = printer.options.update_width(1 << 12)
-    if printer.measure(table, options=unlimited).minimum > printer.width:
-        # The column of names is the only one that may wrap.
-        table.columns[0].min_width = 12
-        table.width = printer.measure(table, options=unlimited).minimum
-    printer.print(table, crop=False)
-
-
-def _print_first(printer: Console, lines: Sequence[str], style: str) -> None:
-    for line in first_lines(_without_repeats(lines), MAX_PRINTED):
+def _print_first(printer: Console, lines: Iterable[str], style: str) -> None:
+    for line in first_lines(list(dict.fromkeys(lines)), MAX_PRINTED):
         printer.print(line, style=style, markup=False, highlight=False)
-
-
-# A line about a place: "run.csv, line 7: the text".
-_PLACED = re.compile(r"(?P<path>.*?)(?:, line \d+)?: (?P<text>.*)", re.DOTALL)
-
-
-def _without_repeats(lines: Sequence[str]) -> list[str]:
-    """Merges lines about different places that say the same, and names the first places."""
-    places: dict[str, list[str]] = {}
-    first: dict[str, str] = {}
-    for line in lines:
-        place, text = "", line
-        placed = _PLACED.fullmatch(line)
-        if placed:
-            place, text = placed["path"], placed["text"]
-        places.setdefault(text, []).append(place)
-        first.setdefault(text, line)
-    merged = []
-    for text, line in first.items():
-        place, *others = places[text]
-        different = [other for other in dict.fromkeys(others) if other != place]
-        if different:
-            trace = f"{place.rpartition(', ')[0]}, "  # of the line: not repeated
-            names = [other.removeprefix(trace) for other in different]
-            line += f" (also {first_of(names)})"
-        elif others:  # lines of one file
-            line += f" (and {len(others):,} more like this)"
-        merged.append(line)
-    return merged

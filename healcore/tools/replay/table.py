@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from rich import box
@@ -12,19 +12,16 @@ from rich.table import Table
 from rich.text import Text
 
 from healcore.console import counted, first_of
-from healcore.core.decision import Action
-from healcore.policy import Policy
-from healcore.tools.replay.replayed import Summary, inactive_line, warmups
+from healcore.tools.replay.replayed import Summary, inactive_line
 from healcore.tools.traces import Trace
 
 COUNTS = ("rows", "alarms", "incidents", "rollbacks", "skips", "clips")
 _MAX_NAMED = 4
 """With more policies, the title has their number instead of their names."""
 _MAX_ALARMED = 10
-"""Limit of summaries whose first alarm is listed, and of the later alarms that a line names; a
-screen has no more."""
+"""Limit of the later alarms that a line names."""
 _PARTS = 10
-"""Parts of a loss curve whose medians `unalarmed_rises` compares."""
+"""Parts of a loss curve whose medians are compared."""
 LEGEND = (
     "alarms: rows with a cause. incidents: alarms that the policy acts on. lowest LR: multiplier "
     "(number of cuts). ends at: stop of a live run."
@@ -53,18 +50,16 @@ def summary_table(summaries: Sequence[Summary], *, sums_only: bool = False) -> T
         sums_only: whether the table has only the sums, as the table of `healcore sweep`.
 
     Returns:
-        The table for `rich.console.Console.print`. Names of traces lose their common folder, which
-        the title has instead.
+        The table for `rich.console.Console.print`. Names are relative to the traces' common folder.
     """
     policies = list(dict.fromkeys(summary.policy for summary in summaries))
     traces = list(dict.fromkeys(summary.trace for summary in summaries))
-    folder = _common_folder(traces)
+    folders = [os.path.dirname(os.path.abspath(trace)) for trace in traces]
+    folder = os.path.commonpath(folders)
     subject = ", ".join(policies)
     if len(policies) > _MAX_NAMED:
         subject = f"{len(policies)} policies"
     title = f"What {subject} would have done"
-    if folder:
-        title += f", in {folder}"
     table = Table(
         title=Text(title, "bold"),
         title_justify="left",
@@ -73,7 +68,9 @@ def summary_table(summaries: Sequence[Summary], *, sums_only: bool = False) -> T
         pad_edge=False,
         padding=(0, 1, 0, 0),
     )
-    table.add_column("trace", overflow="fold")  # the only column that a narrow terminal wraps
+    table.add_column(
+        "trace", overflow="fold", min_width=12
+    )  # the only column that a narrow terminal wraps
     if len(policies) > 1:
         table.add_column("policy", no_wrap=True)
     for name in (*COUNTS, "lowest LR", "ends at"):
@@ -90,7 +87,7 @@ def summary_table(summaries: Sequence[Summary], *, sums_only: bool = False) -> T
 
     if not sums_only:
         for summary in summaries:
-            add(summary.trace.removeprefix(folder), [summary])
+            add(os.path.relpath(summary.trace, folder), [summary])
     if len(traces) > 1 or sums_only:
         table.add_section()
         for policy in policies:
@@ -132,38 +129,31 @@ def _cells(summaries: Sequence[Summary]) -> list[str | Text]:
     return cells
 
 
-def _common_folder(traces: Sequence[str]) -> str:
-    """The common folder of all traces with a final slash, or an empty string."""
-    folders = [os.path.dirname(trace) for trace in traces]
-    if len({os.path.isabs(folder) for folder in folders}) > 1:
-        return ""
-    shared = os.path.commonpath(folders)
-    if not shared:
-        return ""
-    return shared.rstrip(os.sep) + os.sep
-
-
-def first_alarms(summaries: Sequence[Summary]) -> list[str]:
+def answers(traces: Sequence[Trace], summaries: Sequence[Summary]) -> list[str]:
     """Names the step of the first alarm of each replay, or says that there is none.
 
     This is the answer that a user wants, so it stands above the table.
 
     Args:
+        traces: the traces.
         summaries: one summary for each trace and each policy.
 
     Returns:
-        The first alarm of up to 10 summaries, then up to 10 summaries without an alarm.
+        The lines of replays with an alarm, then of those without.
     """
+    losses: dict[str, np.ndarray] = {}
+    for trace in traces:
+        losses[trace.name] = trace.rows.values.get("loss", np.zeros(0))
     alarmed: list[str] = []
     silent: list[str] = []
     for summary in summaries:
-        subject = f"{summary.trace}, {summary.policy}"
+        line = f"{summary.trace}, {summary.policy}: "
         missing = "; ".join(summary.missing.values())
         if not summary.alarms:
             judged = counted(summary.rows - summary.unjudged, "row")
-            silent.append(f"{subject}: {missing or f'no alarm in {judged}'}")
+            silent.append(line + (missing or f"no alarm in {judged}{_rise(losses[summary.trace])}"))
             continue
-        line = f"{subject}: first alarm at {summary.unit} {summary.first_alarm:.15g}"
+        line += f"first alarm at {summary.unit} {summary.first_alarm:.15g}"
         if summary.judged_from is not None:
             start = f"{summary.unit} {summary.judged_from:.15g}"
             line += f"; all detectors judge from {start} on"
@@ -173,7 +163,21 @@ def first_alarms(summaries: Sequence[Summary]) -> list[str]:
         if missing:
             line += f"; {missing}"
         alarmed.append(line)
-    return alarmed[:_MAX_ALARMED] + silent[:_MAX_ALARMED]
+    return alarmed + silent
+
+
+def _rise(loss: np.ndarray) -> str:
+    """A hint if the loss, shape (n,), ends far above its lowest level; else an empty string."""
+    loss = loss[np.isfinite(loss)]
+    if len(loss) < _PARTS * _PARTS:
+        return ""
+    levels = [float(np.median(part)) for part in np.array_split(loss, _PARTS)]
+    if not levels[-1] > 2 * min(levels) > 0:
+        return ""
+    return (
+        f", but the loss ends near {levels[-1]:.3g}, far above its lowest level of "
+        f"{min(levels):.3g}: -p pretraining also watches for a slow climb"
+    )
 
 
 def notes(summaries: Sequence[Summary]) -> list[str]:
@@ -210,72 +214,3 @@ def notes(summaries: Sequence[Summary]) -> list[str]:
     if number:
         lines.append(f"{counted(number, 'row')} without a loss and a gradient norm: not judged")
     return lines
-
-
-def unalarmed_rises(traces: Sequence[Trace], summaries: Sequence[Summary]) -> list[str]:
-    """Names the losses that end far above their lowest level without an alarm.
-
-    Args:
-        traces: the traces.
-        summaries: one summary for each trace and each policy.
-
-    Returns:
-        A hint for each such trace.
-    """
-    lines: list[str] = []
-    for trace in traces:
-        own = [summary for summary in summaries if summary.trace == trace.name]
-        losses = trace.rows.values.get("loss")
-        if losses is None or not own or any(summary.alarms for summary in own):
-            continue
-        losses = losses[np.isfinite(losses)]
-        if len(losses) < _PARTS * _PARTS:
-            continue
-        levels = [float(np.median(part)) for part in np.array_split(losses, _PARTS)]
-        lowest = min(levels)
-        if levels[-1] > 2 * lowest > 0:
-            lines.append(
-                f"{trace.name}: no alarm, but the loss ends near {levels[-1]:.3g}, far above its "
-                f"lowest level of {lowest:.3g}: -p pretraining also watches for a slow climb"
-            )
-    return lines
-
-
-def limits_of_replay(policies: Mapping[str, Policy], summaries: Sequence[Summary]) -> list[str]:
-    """Describes what a replay cannot show: rows of the warm-up, and comparisons of weights.
-
-    Args:
-        policies: the policies by their name in the summaries.
-        summaries: one summary for each trace and each policy.
-
-    Returns:
-        Sentences for below the table.
-    """
-    lines: list[str] = []
-    for name, policy in policies.items():
-        inactive: list[set[str]] = []
-        for summary in summaries:
-            if summary.policy == name:
-                inactive.append(set().union(*summary.inactive.values()))
-        learning: list[str] = []
-        for detector, rows in warmups(policy.engine()).items():
-            if any(detector not in parts for parts in inactive):
-                learning.append(f"{detector} {rows} rows")
-        if learning:
-            lines.append(
-                f"Look at the first rows yourself: until it has learnt the run "
-                f"({', '.join(learning)}), a detector finds only NaN and Inf."
-            )
-        rules = policy.engine().config.rules
-        rolls_back = any(rule.action & Action.ROLLBACK for rule in (*rules, *policy.host_rules()))
-        if policy.rollback.confirm and rolls_back:
-            lines.append(
-                f"A log has no weights. A Healer with {name} also compares weights, and may roll "
-                "back."
-            )
-    if any(summary.skips > 1 for summary in summaries):
-        lines.append(
-            "The rows are as they were logged. In a live run the first skip changes the rows "
-            "after it, so it often is the only one."
-        )
-    return list(dict.fromkeys(lines))

@@ -139,30 +139,6 @@ def test_events_show_has_a_sentence_for_each_kind(tmp_path):
     ]
 
 
-def test_events_show_joins_alarms_in_a_row_that_differ_only_in_their_numbers(tmp_path):
-    log = Log(tmp_path / "healcore.events.jsonl")
-    numbers = {"grad_norm": 2.0, "threshold": 1.0, "z": 3.0, "z_loss": 3.0}
-
-    def alarm(step: int, loss: float | str, **fields: Any) -> None:
-        readings = {**numbers, "loss": loss}
-        fields = {"cause": ["LOSS_SPIKE"], "incident": 0, "readings": readings, **fields}
-        log.write("alarm", step=step, grad_scale=1.0, lr_scale=1.0, skip=False, **fields)
-
-    for step, loss in ((351, 2.31), (352, 4.5), (353, "nan"), (386, 3.0)):
-        alarm(step, loss)
-    alarm(390, 2.0, cause=["GRAD_SPIKE"])
-    alarm(391, 2.0, cause=["GRAD_SPIKE"])
-    for step in (400, 401, 402):  # of an incident: each is shown
-        alarm(step, 2.0, incident=1)
-    lines = healcore_cli("events", "show", str(tmp_path)).stdout.splitlines()[1:]
-    assert len(lines) == 1 + 2 + 3
-    assert " ".join(lines[0].split()[1:]) == (
-        "351-386 alarm loss spike, 4 steps, none skipped; loss 2.31 to 4.5 (--all shows each)"
-    )
-    every = healcore_cli("events", "show", "--all", str(tmp_path)).stdout.splitlines()[1:]
-    assert len(every) == 9
-
-
 def test_an_events_file_without_an_event_is_refused(tmp_path):
     (tmp_path / "run.events.jsonl").write_bytes(b"")
     done = healcore_cli("events", "show", str(tmp_path))
@@ -180,70 +156,6 @@ def test_a_folder_of_several_runs_says_which_folders_have_the_runs(tmp_path, com
     runs = f"{tmp_path / 'a'}, {tmp_path / 'b'}"
     text = done.stderr.replace("\n", " ")
     assert f"has no events file; pass a folder that has one: {runs}" in text
-
-
-@pytest.mark.parametrize(
-    ("words", "lines"),
-    [
-        ("probe my runs/7", ["probe loss", "probe optimizer", "probe checkpoint"]),
-        ("events my runs/7", ["events show"]),
-        ("policy my runs/7", ["policy show", "policy check", "policy diff"]),
-    ],
-)
-def test_a_path_without_a_command_gets_the_commands(words, lines):
-    group, _, path = words.partition(" ")
-    done = healcore_cli(group, path)
-    assert done.exit_code == 2
-    first, *rest = done.stderr.splitlines()
-    assert first == "name a command before 'my runs/7':"
-    assert [line.strip() for line in rest if line.startswith("  healcore")] == [
-        f"healcore {each} 'my runs/7'" for each in lines
-    ]
-    mistyped = healcore_cli(group, "shwo" if group != "probe" else "los")
-    assert (mistyped.exit_code, "No such command" in mistyped.stderr) == (2, True)
-
-
-@pytest.mark.parametrize(
-    ("command", "option"),
-    [
-        ("replay A --jsonl --report p", "--jsonl"),
-        ("replay A --report --join", "--report"),
-        ("replay A --jsonl -p zclip", "--jsonl"),
-        ("replay A -p --join", "-p"),
-        ("sweep A --vary --join", "--vary"),
-        ("report A --out --help", "--out"),
-        ("demo --out --steps 300", "--out"),
-        ("demo --steps --out x", "--steps"),
-        ("policy show zclip --set --help", "--set"),
-        ("probe loss A --column --json", "--column"),
-        ("probe checkpoint A --step --json", "--step"),
-    ],
-)
-def test_an_option_takes_no_other_option_as_its_value(tmp_path, monkeypatch, command, option):
-    monkeypatch.chdir(tmp_path)
-    done = healcore_cli(*command.split())
-    words = command.split()
-    value = words[words.index(option) + 1]
-    assert done.exit_code == 2
-    assert re.match(
-        rf"{option} needs a value, and {value} follows it: write {option} \S+ {value}, "
-        rf"or --[a-z]+={value} if {value} is the value\n",
-        done.stderr,
-    ), done.stderr
-    assert not os.listdir(tmp_path)
-
-
-def test_a_value_may_begin_with_dashes_after_an_equals_sign_and_arguments_after_two(
-    tmp_path, monkeypatch
-):
-    out = tmp_path / "--report"
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.csv").write_text("step,loss\n" + "".join(f"{i},1.0\n" for i in range(300)))
-    assert healcore_cli("replay", "run.csv", "--jsonl=--report").exit_code == 0
-    assert out.read_text()
-    after = healcore_cli("replay", "--", "run.csv", "--jsonl", "--join")
-    assert "--jsonl needs" not in after.output
-    assert healcore_cli("replay", "run.csv", "--jsonl", "-").exit_code == 0
 
 
 def following(*arguments: object) -> subprocess.Popen[str]:

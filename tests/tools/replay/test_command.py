@@ -68,7 +68,6 @@ def test_replay_prints_the_table_and_writes_the_page(run, spiked, tmp_path):
     assert "no grad_norm logged: clip is inactive in 1 of 2 traces" in inactive
     twice = healcore_replay(losses, f"{tmp_path}/./losses.csv", "-p", "zclip").output
     assert "in 2 of" not in twice
-    assert cells(twice, "./losses.csv")
 
 
 def test_the_page_of_one_run_and_several_policies_is_of_one_run(spiked, run, tmp_path):
@@ -82,7 +81,7 @@ def test_the_page_of_one_run_and_several_policies_is_of_one_run(spiked, run, tmp
         return heading, text
 
     heading, text = shown(spiked)
-    assert heading == f"Replay of {tmp_path.name}/spiked.csv: 3 policies"
+    assert heading == "1 run, 3 policies"
     assert heading in re.findall("<title>(.*?)</title>", text)
     parts = re.findall("<h2>(.*?)</h2>", text)
     assert [part.rpartition(": ")[2] for part in parts][:2] == [
@@ -155,23 +154,13 @@ def test_invalid_arguments_are_told_and_change_nothing(run, arguments, message):
     assert run.read_bytes() == before
 
 
-def test_a_replay_says_what_it_cannot_show(run, spiked, tmp_path):
-    """A healthy run, the rows of the warm-up, and the comparisons of weights."""
+def test_a_run_without_an_alarm_says_so_and_a_slow_climb_gets_a_hint(spiked, tmp_path):
     healthy = logs.write(tmp_path / "healthy.csv", logs.noisy(300))
     alone = " ".join(healcore_replay(healthy).output.split())
     assert "healthy.csv, default: no alarm in 300 rows" in alone
-    assert (
-        "Look at the first rows yourself: until it has learnt the run (loss_spike 36 rows), a "
-        "detector finds only NaN and Inf."
-    ) in alone
-    assert (
-        "A log has no weights. A Healer with default also compares weights, and may roll back."
-    ) in alone
     both = " ".join(healcore_replay(spiked, healthy, "-p", "pretraining").output.split())
     assert "healthy.csv, pretraining: no alarm in 300 rows" in both
     assert "spiked.csv, pretraining: no alarm" not in both
-    assert re.search(r"learnt the run \(.*loss_spike 36 rows, .*records 3 rows\)", both)
-    assert "A log has no weights" not in both, "it acts on the loss"
     assert "lowest level" not in alone
     losses = [1 + row / 100 + 0.2 * (row % 7) for row in range(600)]
     climbing = logs.write(tmp_path / "climb.csv", {"loss": losses})
@@ -199,15 +188,6 @@ def test_alarms_that_begin_again_are_named_up_to_ten(tmp_path):
     assert "first alarm at step 100; " in first
     assert "alarms begin again at step 150, 200, 250," in " ".join(first.split())
     assert "550, 600 and 5 more" in " ".join(first.split())
-
-
-def test_policies_that_say_the_same_of_a_trace_are_named(tmp_path):
-    run = logs.noisy(300)
-    run["loss"][200] = float("nan")
-    path = logs.write(tmp_path / "run.csv", run)
-    output = " ".join(healcore_replay(path, "-p", "default", "-p", "observe").output.split())
-    assert re.search(r"default: first alarm at step 200;[^(]*\(also observe\)", output)
-    assert "more like this" not in output
 
 
 def test_a_fault_in_the_first_rows_is_not_hidden_by_a_later_alarm(tmp_path):

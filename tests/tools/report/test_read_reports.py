@@ -27,9 +27,8 @@ from healcore.runtime.reporting import postmortem
 from healcore.runtime.run.dispatch_queue import LAG
 from healcore.tools.cli import app
 from healcore.tools.report.figure import WIDTHS, draw, plot
-from healcore.tools.report.page_report import response_text
 from healcore.tools.report.page import render
-from healcore.tools.report.page_report import PageReport
+from healcore.tools.report.page_report import PageReport, response_text
 from healcore.tools.report.run_report import ReportError, read_reports
 from tests.healer import training_loops
 from tests.healer.run_directory import events_of, new_process, postmortems
