@@ -1,4 +1,4 @@
-"""The programs of docs/jax.md run."""
+"""The programs of docs/jax.md, docs/flax.md and docs/scan.md run."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,9 @@ import pytest
 from healcore.jax import protect
 from tests.packaging.page_text import blocks, text
 
-OPTIMIZER, SKIPPED, LOOP, NNX, LINEN, EQUINOX, SCAN, HALF_PRECISION = blocks("jax.md")
+OPTIMIZER, SKIPPED, LOOP, HALF_PRECISION = blocks("jax.md")
+NNX, LINEN, EQUINOX = blocks("flax.md")
+(SCAN,) = blocks("scan.md")
 
 
 @pytest.fixture(scope="module")
