@@ -22,8 +22,8 @@ PROVIDED = {
         "jax": "healcore.jax.store.orbax",
     },
     "demo_training": {
-        "torch": "healcore.torch.demo:TorchTraining",
-        "jax": "healcore.jax.demo:JaxTraining",
+        "torch": "healcore.torch.demo:train",
+        "jax": "healcore.jax.demo:train",
     },
     "checkpoint_reader": {
         "torch": "healcore.torch.checkpoint_reader",

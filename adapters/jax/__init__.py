@@ -25,7 +25,7 @@ The files, for readers of the code, in the order of a step:
 
     driver               what a Healer needs of a run in JAX
     store                checkpoints
-    demo                 the model and the step of `healcore demo`
+    demo                 the training of `healcore demo`
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ The files, for readers of the code:
     store               checkpoints
     checkpoint_reader     checkpoints of other programs, for `healcore probe`
     trainers            Lightning, transformers, DeepSpeed, ArcticTraining
-    demo                the model and the step of `healcore demo`
+    demo                the training of `healcore demo`
 """
 
 from __future__ import annotations

@@ -1,68 +1,50 @@
-"""The demo in torch: model and step. `healcore.demo_runs.train` has the loop.
-
-Lines that use healcore are marked.
-"""
+"""The training of `healcore demo` in torch."""
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from healcore.demo_runs import FIXED_CLIP, DemoTraining, Scenario
+from healcore.runtime.healer import Healer
+from healcore.runtime.run.ending.exits import RunStopped
 
 
-class TorchTraining(DemoTraining):
-    """A transformer in torch, with AdamW."""
+def train(
+    policy: Any, store: Any, batches: Sequence[Any], rates: Sequence[float], unseen: Any
+) -> float:
+    """Trains a small network with a Healer.
 
-    array = staticmethod(torch.as_tensor)
-    concatenate = staticmethod(torch.cat)
-    gelu = staticmethod(partial(F.gelu, approximate="tanh"))
+    Args:
+        policy: the policy of the run.
+        store: folder of the checkpoints and events.
+        batches: the inputs and targets of each step, as NumPy arrays.
+        rates: the learning rate of each step.
+        unseen: the batch for the evaluation.
 
-    def __init__(self, scenario: Scenario, arm: str, policy: Any) -> None:
-        del policy  # the Healer has it
-        torch.set_num_threads(1)  # for such small matrices more threads are slower
-        self.scenario, self.arm = scenario, arm
-        initial = scenario.initial_weights().items()
-        self.model = nn.ParameterDict({name: nn.Parameter(torch.tensor(w)) for name, w in initial})
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), weight_decay=scenario.weight_decay, fused=True
-        )
-        self.state = {"model": self.model, "optimizer": self.optimizer}
+    Returns:
+        The loss on `unseen` at the end.
+    """
+    torch.set_num_threads(1)  # more threads are slower for such small matrices
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rates[0])
 
-    @staticmethod
-    def attention(*heads: Tensor) -> Tensor:
-        """See `DemoTraining.attention`."""
-        q, k, v = (each.transpose(1, 2) for each in heads)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+    def loss_fn(batch: Any) -> Tensor:
+        inputs, targets = map(torch.from_numpy, batch)
+        return (model(inputs) - targets).square().mean()
 
-    @staticmethod
-    def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-        """See `DemoTraining.cross_entropy`."""
-        return F.cross_entropy(logits.transpose(1, 2), targets.long(), reduction="none")
-
-    def loss_fn(self, index: int) -> Tensor:
-        """See `DemoTraining.loss_fn`."""
-        return self.loss(self.model, self.scenario.training_batch(index))
-
-    def step(self, index: int, rate: float) -> tuple[Tensor, Tensor]:
-        """See `DemoTraining.step`."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.zero_grad()
-        loss = self.healer.loss(index) if self.healer else self.loss_fn(index)  # <- healcore
-        loss.backward()
-        weights = [*self.model.parameters()]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in weights if p.grad is not None])
-        if self.arm == "fixed clip":
-            torch.nn.utils.clip_grads_with_norm_(weights, FIXED_CLIP, norm)
-        self.optimizer.step()
-        return loss, norm
-
-    def held_out_loss(self) -> float:
-        """See `DemoTraining.held_out_loss`."""
-        with torch.no_grad():
-            return self.loss(self.model, self.scenario.held_out_batch()).item()
+    state = {"model": model, "optimizer": optimizer}
+    with suppress(RunStopped), Healer(policy, state=state, store=store, loss_fn=loss_fn) as healer:
+        for batch in healer.batches(batches):
+            for group in optimizer.param_groups:
+                group["lr"] = rates[healer.step]
+            healer.loss(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return loss_fn(unseen).item()

@@ -18,7 +18,7 @@ _MAX_EVIDENCE = 10  # tensors reported per step
 
 REPORT_RATIO = 4.0
 """Ratio to the tensor's norm at the last step without an alarm from which a norm is reported. In
-the demo's transformer the 99th percentile of 4,116 such ratios is 2.1, and the largest is 3.5."""
+a small transformer the 99th percentile of 4,116 such ratios is 2.1, and the largest is 3.5."""
 
 
 class Readings(NamedTuple):

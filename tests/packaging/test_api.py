@@ -45,7 +45,7 @@ INTERNAL = {
     "NotComparable",
 }  # fmt: skip
 """Errors that are raised and caught within healcore; nobody outside ever sees one."""
-OF_COMMANDS = ("healcore.tools.", "healcore.demo_runs", "healcore.checkpoint_contents")
+OF_COMMANDS = ("healcore.tools.", "healcore.checkpoint_contents")
 """Modules whose errors reach a command, which prints them with an exit code, or a test."""
 HOMES = ("healcore", "healcore.errors", "healcore.jax", "healcore.torch", "healcore.policy")
 ENDS = {

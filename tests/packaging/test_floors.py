@@ -16,7 +16,7 @@ ADAPTERS = ROOT.parent / "adapters"
 BASE = ("adapter_registry", "checkpoint_contents", "console", "regular_file")
 """Modules of the package itself that every floor may import."""
 FLOORS: list[tuple[str, ...]] = [("core", *BASE)]
-FLOORS += [(name,) for name in ("policy", "events", "history", "runtime", "demo_runs", "tools")]
+FLOORS += [(name,) for name in ("policy", "events", "history", "runtime", "tools")]
 """From the lowest; a module is on the first floor that lists a prefix of its name."""
 
 
@@ -61,8 +61,6 @@ def test_adapters_import_no_tools():
     for path in sorted(ADAPTERS.rglob("*.py")):
         allowed = tuple(name for floor in FLOORS[:5] for name in floor)
         allowed += (path.relative_to(ADAPTERS).parts[0],)
-        if path.name == "demo.py":  # the step of a training loop as a user would write it
-            allowed += ("demo_runs",)
         ours = (name for name in imports_of(path) if name.startswith("healcore."))
         assert [name for name in ours if not below(name, allowed)] == [], path
 

@@ -23,7 +23,7 @@ FRAMEWORKS = ("jax", "jaxlib", "torch", "optax", "flax", "matplotlib")
 def test_what_an_import_does_not_load():
     absent = ("numpy", "pydantic", "rich", *FRAMEWORKS)
     assert run(f"import sys, healcore; print(set({absent}) & set(sys.modules))") == "set()"
-    rest = "healcore.policy, healcore.core.engine, healcore.demo_runs, healcore.tools.cli"
+    rest = "healcore.policy, healcore.core.engine, healcore.tools.cli"
     assert run(f"import sys, {rest}; print(set({FRAMEWORKS}) & set(sys.modules))") == "set()"
 
 

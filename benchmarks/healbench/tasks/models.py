@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import sysconfig
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal, overload
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,7 +18,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from benchmarks.healbench.problem import MAIN, Problem
-from healcore.demo_runs import SYMBOLS, load_corpus
+
+SYMBOLS = 256
+"""Number of different bytes, which are the tokens of the models of text."""
+_MAX_CORPUS_BYTES = 4 * 1024 * 1024
 
 # -- data -----------------------------------------------------------------------------------------
 
@@ -33,8 +39,17 @@ def byte_corpus() -> tuple[Tensor, Tensor]:
     Returns:
         Two uint8 tensors (n,) and (m,), read once per process: do not write to them.
     """
-    text = load_corpus()
-    return torch.from_numpy(text.train.copy()), torch.from_numpy(text.held_out.copy())
+    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    size = 0
+    paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"), key=lambda path: path.name)
+    for index, path in enumerate(paths):
+        text = path.read_bytes()
+        size += len(text)
+        if size > _MAX_CORPUS_BYTES:
+            break
+        parts[index % 10 == 9].append(text)
+    train, held_out = (np.frombuffer(b"".join(part), np.uint8).copy() for part in parts)
+    return torch.from_numpy(train), torch.from_numpy(held_out)
 
 
 def text_windows(text: Tensor, rows: int, length: int, generator: torch.Generator) -> Tensor:

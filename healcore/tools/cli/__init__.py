@@ -37,25 +37,22 @@ def demo(
     framework: Annotated[
         Literal["torch", "jax", "both"], typer.Option(help="Framework of the runs.")
     ] = "both",
-    steps: Annotated[
-        int, typer.Option(help="Steps of each run. The detectors need at least 240 to work well.")
-    ] = 300,
     out: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="New folder for the healed runs. Default: healcore-demo, or healcore-demo-2, ... "
-            "if it exists.",
+            help="New folder for the runs. Default: healcore-demo, or healcore-demo-2, ... if it "
+            "exists.",
         ),
     ] = None,
 ) -> None:
-    """Train a failing run unprotected, clipped and healed, in torch and in JAX, and compare."""
+    """Train the same faulty run only watched and healed, in torch and in JAX."""
     from healcore.tools.demo import run_demo
 
     frameworks: tuple[str, ...] = (framework,)
     if framework == "both":
         frameworks = ("torch", "jax")
-    run_demo(out or _new_folder("healcore-demo"), frameworks=frameworks, steps=steps)
+    run_demo(out or _new_folder("healcore-demo"), frameworks)
 
 
 def _new_folder(name: str) -> Path:
