@@ -45,7 +45,7 @@ if __name__ == "__main__":
         subprocess.run(program, cwd=folder, check=True)
         draw_store(Path(folder) / "tutorial-torch", "restart")
         run_demo(Path(folder) / "demo", frameworks=["torch"])
-        store = Path(folder) / "demo" / "torch-heal"
+        store = Path(folder) / "demo" / "torch-healed"
         draw_store(store, "report")
         page = render(read_reports(store)).replace(f"{folder}/demo", "healcore-demo")
         (DOCS / "report-example.html").write_text(page, encoding="utf-8")

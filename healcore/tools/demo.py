@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -18,8 +19,8 @@ NAN_BATCH = 120
 """Index of the batch whose targets are NaN."""
 HIGH_RATES = range(350, 400)
 """Steps with a learning rate 100 times too high."""
-RUNS = {"observe": "only watched", "heal": "healed"}
-"""Mode of the policy -> what it makes of a run."""
+RUNS: dict[Literal["observe", "heal"], str] = {"observe": "watched", "heal": "healed"}
+"""Mode of the policy -> what healcore does to a run."""
 
 
 def run_demo(out: Path, frameworks: Sequence[str] = ("torch", "jax")) -> dict[str, float]:
@@ -54,7 +55,7 @@ def run_demo(out: Path, frameworks: Sequence[str] = ("torch", "jax")) -> dict[st
     reports: list[PageReport] = []
     for name, train in trainings.items():
         for mode, made in RUNS.items():
-            run = f"{name}-{mode}"
+            run = f"{name}-{made}"
             echo(f"\n{name}, {made} by healcore:")
             losses[run] = train(
                 policy.load("default", mode=mode), out / run, batches, rates, _batch(STEPS)

@@ -14,11 +14,11 @@ pytestmark = pytest.mark.slow  # about our own demo
 
 def test_the_watched_runs_end_with_nan_and_the_healed_runs_do_not(tmp_path, capsys):
     losses = run_demo(tmp_path / "demo")
-    assert list(losses) == ["torch-observe", "torch-heal", "jax-observe", "jax-heal"]
+    assert list(losses) == ["torch-watched", "torch-healed", "jax-watched", "jax-healed"]
     for framework in ("torch", "jax"):
-        assert math.isnan(losses[f"{framework}-observe"])
-        assert losses[f"{framework}-heal"] < 0.2
-        history = events.read(tmp_path / "demo" / f"{framework}-heal" / "healcore.events.jsonl")
+        assert math.isnan(losses[f"{framework}-watched"])
+        assert losses[f"{framework}-healed"] < 0.2
+        history = events.read(tmp_path / "demo" / f"{framework}-healed" / "healcore.events.jsonl")
         skipped = [each["step"] for each in history.events if each["kind"] == "alarm"]
         assert skipped[0] == NAN_BATCH
         (rollback,) = [each for each in history.events if each["kind"] == "rollback"]

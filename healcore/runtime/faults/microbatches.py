@@ -1,14 +1,10 @@
 """The parts of a batch, and what a framework does to repeat the batches since the last step.
 
 A batch is an array or a structure of arrays: dictionaries, tuples, dataclasses and lists. Arrays
-are split along their first axis, by slicing: torch and NumPy give views. A list, and a tuple within
-the batch, is either a structure or has one entry per sample:
-
-- The entries are samples if all are dictionaries, tuples or dataclasses, or contain no array.
-- Entries that are arrays are a structure if their first axes have equal length (torch's default
-  collate makes such lists), else samples. Other arrays of the batch decide if both are possible.
-
-Each part gets all other values whole: numbers, texts, arrays of one row, other lists.
+are split along their first axis, by slicing: torch and NumPy give views. Lists with one entry for
+each sample are split too: lists of dictionaries, of dataclasses, of values without arrays, and of
+arrays whose first axes differ. (Arrays with equal first axes are a structure: torch's default
+collate makes such lists.) Each part gets all other values whole: numbers, texts, arrays of one row.
 """
 
 from __future__ import annotations
@@ -154,28 +150,23 @@ def count_samples(batch: Any) -> int:
     Raises:
         UnsplittableBatch: the batch has no samples, or its arrays disagree on their number.
     """
-    found: tuple[set[int], ...] = (set(), set(), set())
+    lengths: set[int] = set()
 
-    def collect(value: Any, length: _Length) -> Any:
-        found[length.rank].add(length.samples)
+    def collect(value: Any) -> Any:
+        lengths.add(_length(value))
         return value
 
     _mapped(batch, collect)
-    lengths = next(filter(None, found), None)
-    if lengths is None:
-        raise UnsplittableBatch(
-            "a batch is split along the first axis of its arrays, or is a list of samples; "
-            f"{batch!r:.80} of type {type(batch).__name__} has neither: pass arrays in "
-            "dictionaries, tuples, lists or dataclasses"
-        )
-    samples = _common(lengths)
-    if samples is None:
-        raise UnsplittableBatch(
-            "a batch is split along the first axis of its arrays, which must be equally long, "
-            f"and here they have {sorted(lengths)}: use arrays of one length, and a first axis of "
-            "length 1 for arrays that belong to no sample"
-        )
-    return samples
+    if len(lengths) > 1:
+        lengths.discard(1)  # one row serves all samples
+    if len(lengths) == 1:
+        return lengths.pop()
+    raise UnsplittableBatch(
+        "a batch is split along the first axis of its arrays, which must be equally long, or is a "
+        f"list of samples; {batch!r:.80} of type {type(batch).__name__} has the lengths "
+        f"{sorted(lengths)}: use arrays of one length, and a first axis of length 1 for arrays "
+        "that belong to no sample"
+    )
 
 
 def split(batch: Any, parts: int) -> list[Any]:
@@ -202,8 +193,8 @@ def split(batch: Any, parts: int) -> list[Any]:
     samples = count_samples(batch)
     pieces = []
     for number in range(parts):
-        part = slice(samples * number // parts, samples * (number + 1) // parts)
-        pieces.append(_mapped(batch, partial(_cut, part, samples)))
+        rows = slice(samples * number // parts, samples * (number + 1) // parts)
+        pieces.append(_mapped(batch, partial(_rows_of, rows, samples)))
     return pieces
 
 
@@ -270,30 +261,24 @@ def clear_frames(error: BaseException) -> list[Any]:
 # -- structures of arrays -------------------------------------------------------------------------
 
 
-class _Length(NamedTuple):
-    """The number of samples that an array or a list would have by itself."""
-
-    rank: int
-    """0 for an array, 1 for a list of samples, 2 for a list of arrays. The lowest rank decides."""
-    samples: int
-
-
-def _mapped(node: Any, change: Callable[[Any, _Length], Any], *, inner: bool = False) -> Any:
-    """The structure with each array and list replaced by `change(value, length)`."""
-    length = _length_of(node, inner=inner)
-    if length is not None:
-        return change(node, length)
+def _mapped(node: Any, change: Callable[[Any], Any]) -> Any:
+    """The structure with each array and each list of samples replaced by `change(value)`."""
+    if _is_array(node):
+        return change(node)
     children = _children(node)
     if children is None:
         return node
+    is_list = isinstance(node, list | tuple)
+    if is_list and _are_samples(node):
+        return change(node)
     for name, child in children.items():
-        children[name] = _mapped(child, change, inner=True)
-    if hasattr(node, "_fields"):  # the node is a named tuple
+        children[name] = _mapped(child, change)
+    if hasattr(node, "_fields"):  # a named tuple
         return type(node)(*children.values())
-    if isinstance(node, list | tuple):
+    if is_list:
         return type(node)(children.values())
     if isinstance(node, Mapping) and not isinstance(node, MutableMapping):
-        return type(node)(children)  # type: ignore[call-arg]
+        return children
     changed = copy.copy(node)  # keeps attributes of a subclass
     for name, child in children.items():
         if isinstance(node, Mapping):
@@ -314,37 +299,26 @@ def _children(node: Any) -> dict[Any, Any] | None:
     return None
 
 
-def _length_of(node: Any, *, inner: bool) -> _Length | None:
-    """The samples of an array or list, or None for a structure and for a value without samples."""
-    if _is_array(node):
-        return _Length(0, node.shape[0])
-    if not node or not (isinstance(node, list) or (type(node) is tuple and inner)):
-        return None
+def _are_samples(node: Any) -> bool:
+    """Whether a list or tuple has one entry for each sample, and is no structure of arrays."""
+    if hasattr(node, "_fields") or not node:
+        return False
     if all(map(_is_array, node)):
-        rows = _common(array.shape[0] for array in node)
-        return _Length(1, len(node)) if rows is None else _Length(2, rows)
+        return len({each.shape[0] for each in node} - {1}) > 1
+    if any(map(_is_array, node)):
+        return False
     are_records = all(not isinstance(each, list) and _children(each) is not None for each in node)
-    if are_records or not _holds_array(node):
-        return _Length(1, len(node))
-    return None
+    return (are_records and isinstance(node, list)) or not _holds_array(node)
 
 
-def _cut(part: slice, samples: int, value: Any, length: _Length) -> Any:
-    """The samples of one part of an array or list, or the whole of one that serves all samples."""
-    if length.rank == 2 and length.samples == samples:  # a list of arrays, each with all samples
-        return type(value)([_cut(part, samples, each, _Length(0, 0)) for each in value])
-    rows = value.shape[0] if length.rank == 0 else len(value)
-    return value[part] if rows == samples else value
+def _length(value: Any) -> int:
+    """The number of rows of an array, or of entries of a list."""
+    return value.shape[0] if _is_array(value) else len(value)
 
 
-def _common(lengths: Iterable[int]) -> int | None:
-    """The common length, or None. Length 1 fits any other length: one row serves all samples."""
-    distinct = set(lengths)
-    if len(distinct) > 1:
-        distinct.discard(1)
-    if len(distinct) != 1:
-        return None
-    return distinct.pop()
+def _rows_of(rows: slice, samples: int, value: Any) -> Any:
+    """Some rows of an array or list, or the whole of one that serves all samples."""
+    return value[rows] if _length(value) == samples else value
 
 
 def _is_array(node: object) -> bool:
