@@ -13,11 +13,11 @@ import copy
 import dataclasses
 import inspect
 import traceback
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from healcore.core.errors import HealcoreError
 from healcore.runtime.store.ranks import Ranks
