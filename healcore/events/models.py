@@ -30,7 +30,6 @@ class Ending(enum.StrEnum):
     INTERRUPTED = "interrupted"
     REQUESTED = "requested"
     """Ended by a stop file, or by a `break` before the last requested epoch ended."""
-    KILLED = "killed"
     ENDED = "ended"
     """In a way that this version of healcore does not know."""
     GONE = "gone"

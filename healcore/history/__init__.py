@@ -1,7 +1,7 @@
 """Reads a run from its events and metrics as data: numbers and enums, without sentences.
 
-This package imports only `healcore.core` and `healcore.events`, because the runtime imports it: the
-next start of a killed run writes the postmortem.
+This package imports only `healcore.core` and `healcore.events`, because the runtime imports it: a
+start reads what the processes before it have done.
 """
 
 from __future__ import annotations

@@ -132,22 +132,6 @@ def read_metrics(path: Path, processes: Sequence[str]) -> tuple[Curves, list[str
     return Curves(steps, nonfinite=nonfinite.astype(bool), **curves), damage
 
 
-def last_rows(path: Path, process: str) -> dict[str, dict[str, Any]]:
-    """Reads the last row of each engine of a process from the metrics file of a killed run.
-
-    Args:
-        path: the metrics file.
-        process: id of the killed process.
-
-    Returns:
-        Engine -> its row; "" is the name of the only engine.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    return {str(row.get("engine", "")): row for row in _rows(path, [process], [])}
-
-
 def _rows(path: Path, processes: Sequence[str], damage: list[str]) -> Iterator[dict[str, Any]]:
     """The lines of some processes in a metrics file. Adds a sentence for each damaged line."""
     for number, line in read_lines(path):

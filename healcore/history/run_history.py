@@ -120,7 +120,7 @@ class Incident:
     first: EventRecord = field(default_factory=EventRecord)
     """The first alarm: later alarms are mostly consequences of it. Without fields if unknown."""
     alarms: int = 0
-    """Alarms with an event."""
+    """Alarms with an event. From `MAX_ALARMS` on, `skipped` is a lower bound."""
     skipped: int = 0
     """Skipped steps."""
     clipped: int | None = None
@@ -129,22 +129,14 @@ class Incident:
     """Events of what was done: rollbacks, hooks, declined orders, a stop."""
     lr_path: tuple[float, ...] = ()
     """Learning-rate multipliers: the first, and after each cut."""
-    skipped_batches: tuple[tuple[int, ...], ...] = ()
-    """(epoch, index) of the batches that a rollback has skipped."""
     last_step: float | None = None
     """Step of the last alarm, or None if equal to `step`."""
-    undone_by: EventRecord | None = None
-    """The rollback that has undone the incident, or None if none has."""
 
     @property
-    def capped(self) -> bool:
-        """Whether some alarms may have no event, so that `skipped` is a lower bound."""
-        return self.alarms >= MAX_ALARMS
-
-    @property
-    def declined(self) -> bool:
-        """Whether the last order was declined for lack of evidence or budget."""
-        return bool(self.responses) and self.responses[-1].kind == "assessment"
+    def skipped_batches(self) -> tuple[tuple[int, ...], ...]:
+        """(epoch, index) of the batches that rollbacks have skipped."""
+        skipped = [tuple(batch) for event in self.responses for batch in event.batches or ()]
+        return tuple(dict.fromkeys(skipped))  # two rollbacks may skip the same batch
 
     @property
     def rolled_back(self) -> bool:
@@ -179,9 +171,8 @@ class Incident:
             self.responses.append(event)
         self.action = tuple(dict.fromkeys((*self.action, *actions)))
         before, after = event.lr_scale_before, event.lr_scale
-        if before is not None and after is not None:
-            path = self.lr_path or (before,)
-            self.lr_path = path if after == path[-1] else (*path, after)
+        if before is not None and after is not None and after != (self.lr_path or (before,))[-1]:
+            self.lr_path = (*(self.lr_path or (before,)), after)
 
 
 def incidents_of(events: Iterable[EventRecord]) -> list[Incident]:
@@ -204,12 +195,17 @@ def incidents_of(events: Iterable[EventRecord]) -> list[Incident]:
                     found.append(current)
                 current.add(event, event.action or ())
             case "rollback":
-                _roll_back(found, event, step)
+                onset = step if event.onset is None else event.onset
+                if not found or found[-1].onset_step != onset:
+                    # Better weights or a hook: a rollback without an incident.
+                    found.append(Incident(0, onset, max(onset, step), tuple(event.cause or ())))
+                found[-1].add(event, ["ROLLBACK"])
                 current = None
             case "start" | "resume":
                 current = None
             case "assessment" if current is not None and event.verdict == "unknown":
-                if not current.declined:  # a policy may order the same at each step
+                # A policy may order the same at each step.
+                if not current.responses or current.responses[-1].kind != "assessment":
                     current.add(event, ())
             case "hook" if current is not None and current.step == step:
                 overridden = event.ordered or ()
@@ -218,22 +214,6 @@ def incidents_of(events: Iterable[EventRecord]) -> list[Incident]:
             case "stop" if found:
                 found[-1].add(event, ["STOP"])
     return found
-
-
-def _roll_back(found: list[Incident], event: EventRecord, step: int) -> None:
-    """Adds a rollback to its incident, and marks the incidents that it has undone."""
-    onset = step if event.onset is None else event.onset
-    if not found or found[-1].onset_step != onset:
-        # Better weights or a hook: a rollback without an incident.
-        found.append(Incident(0, onset, max(onset, step), tuple(event.cause or ())))
-    last = found[-1]
-    last.add(event, ["ROLLBACK"])
-    # A dict as an ordered set: two rollbacks of an incident may skip the same batch.
-    skipped = map(tuple, event.batches or ())
-    last.skipped_batches = tuple(dict.fromkeys((*last.skipped_batches, *skipped)))
-    for incident in found:
-        if incident.onset_step >= (event.checkpoint or 0) and incident.undone_by is None:
-            incident.undone_by = event
 
 
 # -- the run --------------------------------------------------------------------------------------
@@ -264,13 +244,6 @@ class RunProcess:
         first, last = self.first.mono, self.last.mono
         return None if first is None or last is None else last - first
 
-    def identity(self) -> Process | None:
-        """Identifies the process on its machine, or returns None without its event `start`."""
-        start = self.start
-        if start is None or start.host is None or start.pid is None:
-            return None
-        return Process(start.host, start.pid, start.boot, start.born)
-
     def state(self) -> Ending:
         """Finds out how the process ended, or whether it is still running.
 
@@ -282,8 +255,9 @@ class RunProcess:
         if self.end is not None:
             # Without a value it is an ending of a newer healcore.
             return self.end.ending or Ending.ENDED
-        process = self.identity()
-        gone = None if process is None else process.gone()
+        start, gone = self.start, None
+        if start is not None and start.host is not None and start.pid is not None:
+            gone = Process(start.host, start.pid, start.boot, start.born).gone()
         return {None: Ending.UNKNOWN, True: Ending.GONE, False: Ending.RUNNING}[gone]
 
 
@@ -347,13 +321,14 @@ class RunHistory:
         event, invalid = validate(fields)
         if invalid:
             self.malformed.append((event, invalid))
+        done = event.step or 0
         if not self.processes or event.run != self.processes[-1].id:
             origin = "process" if self.attempts else "start"
             killed = bool(self.processes) and self.processes[-1].end is None
-            self.attempts.append(RunAttempt(event.step or 0, origin, self.step, killed=killed))
+            self.attempts.append(RunAttempt(done, origin, self.step, killed=killed))
             self.processes.append(RunProcess(event.run, event, event))
             self.step = None
-        process, done = self.processes[-1], event.step or 0
+        process = self.processes[-1]
         process.last = event
         self.lost += event.lost or 0
         if event.step is not None and not has(event.kind, Trait.CHECKPOINT):
@@ -435,38 +410,9 @@ class RunHistory:
         return max((step for step, good in self.checkpoints.items() if good), default=None)
 
     @property
-    def rollbacks(self) -> list[EventRecord]:
-        """The events `rollback`, oldest first."""
-        return self.of("rollback")
-
-    @property
-    def steps_lost(self) -> int:
-        """Steps that rollbacks have undone and that were not repeated."""
-        return sum(rollback.steps_lost or 0 for rollback in self.rollbacks)
-
-    @property
     def incidents(self) -> list[Incident]:
         """All incidents, oldest first."""
         return incidents_of(self.events)
-
-    def alarms_outside(self, *, undone: bool = True) -> dict[float, tuple[str, ...]]:
-        """Finds the alarms outside of incidents.
-
-        Args:
-            undone: whether to include alarms that a rollback has undone and that have not come
-                again.
-
-        Returns:
-            Step -> causes.
-        """
-        alarms: dict[float, tuple[str, ...]] = {}
-        for event in self.events:
-            if event.kind == "alarm" and not event.incident:
-                alarms[event.step or 0] = tuple(event.cause or ())
-            elif event.kind == "rollback" and not undone:
-                until = event.checkpoint or 0
-                alarms = {step: causes for step, causes in alarms.items() if step < until}
-        return alarms
 
     @property
     def unrepaired(self) -> tuple[int, ...]:
@@ -487,14 +433,13 @@ class RunHistory:
             The counts. Each may be too low, because not every alarm has an event; the postmortem
             has the exact numbers.
         """
-        incidents = self.incidents
         # The events of older incidents may have been rotated away.
         numbers = [event.incidents or event.incident or 0 for event in self.events]
         # One incident may have several rollbacks; a policy that observes has only incidents.
-        ordered = sum(incident.rolled_back for incident in incidents)
+        ordered = sum(incident.rolled_back for incident in self.incidents)
         return Counts(
             incidents=max(numbers, default=0),
-            rollbacks=len(self.rollbacks) or ordered,
+            rollbacks=len(self.of("rollback")) or ordered,
             skips=sum(bool(event.skip) for event in self.events),
         )
 

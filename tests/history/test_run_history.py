@@ -44,7 +44,7 @@ def test_an_incident_has_its_rollback():
     assert [each.name for each in case.first.evidence or ()] == ["w"]
     assert [each.kind for each in case.responses] == ["rollback"]
     assert run.attempts == [(0, "start", None, 0, False), (2, "rollback", 6, 2, False)]
-    assert (run.step, len(run.rollbacks), run.counts().skips) == (3, 1, 2)
+    assert (run.step, len(run.of("rollback")), run.counts().skips) == (3, 1, 2)
 
 
 def test_a_checkpoint_is_known_good_while_a_copy_is_intact():
@@ -61,7 +61,11 @@ def test_a_declined_order_is_shown_as_declined():
     run = run_of(("alarm", 4, alarm), *[("assessment", 7, declined)] * 2)
     (case,) = run.incidents
     assert not case.rolled_back
-    assert (case.action, run.counts().rollbacks, run.rollbacks) == (("ROLLBACK", "STOP"), 0, [])
+    assert (case.action, run.counts().rollbacks, run.of("rollback")) == (
+        ("ROLLBACK", "STOP"),
+        0,
+        [],
+    )
     assert [each.kind for each in case.responses] == ["assessment"]
     assert response_text(case) == (
         "skipped 1 step; declined: no evidence that the current weights are worse"
@@ -141,7 +145,7 @@ def test_fields_that_are_not_in_their_shape_are_left_out_and_named():
         ("rollback", ["checkpoint", "lr_scale"]),
         ("alarm", ["step", "cause"]),
     ]
-    assert run.rollbacks == []
+    assert run.of("rollback") == []
 
 
 @settings(max_examples=60)
@@ -192,8 +196,6 @@ def test_the_faults_of_a_run_are_told_in_their_order_in_each_pass():
         ("alarm", 190, {"cause": ["LOSS_SPIKE"], "alert": ["LOSS_SPIKE"]}),
     )  # fmt: skip
     assert [event.step for event in faults_found(run)] == [157, 178, 161, 190]
-    incidents = [each for each in run.incidents if each.number]
-    assert [each.undone_by is None for each in incidents] == [False, True]
 
 
 # -- damage that was not repaired -----------------------------------------------------------------

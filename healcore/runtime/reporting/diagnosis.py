@@ -1,9 +1,8 @@
-"""How a run has ended, live or killed: the facts, the findings as text, and the last line."""
+"""How a run has ended: the facts, the findings as text, and the last line."""
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,32 +17,22 @@ from healcore.runtime.store.checkpoints import CheckpointInfo, StoreError
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
 
-_WIDTH = 96
 _SHOWN = 5
 _MAX_FAULTS = 10  # limit of the faults that a diagnosis lists, the newest ones
 
 _FAULTS = Cause.OOM | Cause.DATA | Cause.NETWORK | Cause.HANG | Cause.UNKNOWN | Cause.WORKER
 """Causes of exceptions. A rollback is not a response to them."""
 
-AFTER_A_KILL = (
-    "look for the out-of-memory killer (dmesg), the scheduler's time limit or preemption, and the "
-    "machine's own log"
-)
-"""Advice about a process that was killed."""
-
-UNREPAIRED = (
+_UNREPAIRED = (
     "healcore could not repair the damage. Check the learning rate, the data and what writes the "
     "weights at the step where the damage begins. If the program makes this change on purpose, "
     "nothing is wrong. (docs/how-it-decides.md)"
 )
-"""Advice about damage that was not repaired."""
-
 _REPEATED = (
     "Rolling back did not help: more of the data is bad than was skipped, the learning rate is too "
     "high, or the cause is the model, its precision or its optimizer's settings, or is older than "
     "the checkpoints. (docs/lost-run.md)"
 )
-"""Advice after several rollbacks."""
 
 STATES = {
     Ending.COMPLETED: "completed",
@@ -52,7 +41,6 @@ STATES = {
     Ending.SIGNAL: "ended by a signal",
     Ending.REQUESTED: "ended on request",
     Ending.INTERRUPTED: "interrupted from the keyboard",
-    Ending.KILLED: "killed",
     Ending.ENDED: "ended",
     Ending.GONE: "killed: the process is gone, and there is no end event",
     Ending.RUNNING: "still running",
@@ -72,9 +60,7 @@ class RunOutcome(NamedTuple):
     """How a run has ended, and what is known about the run at its end.
 
     The diagnosis, the postmortem, the last line on the console and the `HealingReport` take their
-    facts from here. A live run builds its outcome itself (`RunOutcome.of`). After a kill the
-    next start builds the outcome from the files (`postmortem.write_for_killed`), so several fields
-    may be unknown.
+    facts from here.
     """
 
     history: RunHistory
@@ -84,15 +70,17 @@ class RunOutcome(NamedTuple):
     step: int
     """Optimizer steps done."""
     counts: Counts
-    """Counts of the whole run; lower limits if the run was killed."""
+    """Counts of the whole run."""
     why: str = ""
     """Reason of a stop, or name of the signal."""
     exception: str | None = None
     """The exception in one line, or None without an exception."""
     fault: Cause = Cause(0)
     """Cause of the exception, or 0 without an exception."""
-    open: bool | None = None
-    """Whether the last incident was open or the last step unhealthy, or None if unknown."""
+    open: bool = False
+    """Whether the last incident was open or the last step unhealthy."""
+    healthy: bool = False
+    """Whether the run is complete, without an open incident or NaN in a checkpoint."""
     lasting: Cause = Cause(0)
     """Lasting causes of the last step, such as a plateau."""
     lr_scale: float = 1.0
@@ -104,8 +92,6 @@ class RunOutcome(NamedTuple):
     has no directory."""
     last_good_path: str | None = None
     """Directory of the checkpoint `last_good`."""
-    nonfinite_saves: tuple[tuple[int, tuple[str, ...]], ...] = ()
-    """Step and array names of each checkpoint with disallowed NaN or Inf."""
     metrics: Mapping[str, float] = MappingProxyType({})
     """`Healer.metrics` at the end."""
     steps_lost: int = 0
@@ -116,13 +102,13 @@ class RunOutcome(NamedTuple):
 
     @classmethod
     def of(cls, run: Run, ending: str, why: str = "", **fields: Any) -> RunOutcome:
-        """Collects how a live run ends.
+        """Collects how a run ends.
 
         Args:
             run: the parts of the run.
             ending: the kind of end.
             why: the reason of a stop, or the signal.
-            **fields: more fields, such as the exception.
+            **fields: more fields: the exception and its cause.
         """
         good, newest = run.saver.last_good_step, None
         found: CheckpointInfo | None = None
@@ -139,30 +125,26 @@ class RunOutcome(NamedTuple):
                 found = saved
         if listed:
             good = None if found is None else found.step
+        unhealthy = run.monitor.is_unhealthy
+        damaged = unhealthy or run.saver.nonfinite or fields.get("fault")
         return cls(
             run.log.history,
             ending,
             run.progress.step,
             run.monitor.counts(),
             why,
-            open=run.monitor.is_unhealthy,
+            open=unhealthy,
+            healthy=ending == Ending.COMPLETED and not damaged,
             lasting=run.monitor.lasting_causes,
             lr_scale=run.metrics.lr_scale,
             newest=newest,
             last_good=good,
             last_good_path=None if found is None else found.path,
-            nonfinite_saves=tuple(run.saver.nonfinite),
             metrics=run.metrics.values(),
             steps_lost=sum(each.lost for each in run.ledger.rollbacks),
             unrepaired=tuple(run.ledger.damage_left),
             **fields,
         )
-
-    @property
-    def is_healthy(self) -> bool:
-        """Whether the run is complete, without an open incident or NaN in a checkpoint."""
-        trouble = self.open or self.nonfinite_saves or self.fault
-        return self.ending == Ending.COMPLETED and not trouble
 
     @property
     def cause(self) -> Cause:
@@ -188,16 +170,16 @@ def last_line(outcome: RunOutcome) -> str:
         clauses.append(_lost_steps_text(outcome))
     if outcome.newest is not None:
         clauses.append(f"checkpoint {outcome.newest} is on disk")
-    if not outcome.is_healthy:  # an earlier one may be needed
+    if not outcome.healthy:  # an earlier one may be needed
         if outcome.last_good is not None:
             clauses.append(f"newest known-good checkpoint: step {outcome.last_good}")
-        elif outcome.open or outcome.nonfinite_saves or outcome.ending == Ending.STOPPED:
+        elif outcome.ending in (Ending.COMPLETED, Ending.STOPPED):
             clauses.append("no checkpoint is known-good")
     return f"{_headline(outcome)}: {'; '.join(clauses)}"
 
 
 def explain(outcome: RunOutcome) -> str:
-    """Writes the diagnosis for a person: a headline, then the findings.
+    """Writes the diagnosis for a person: a headline, then a line for each finding.
 
         ended by an exception after step 412
         Exception: ValueError: ...
@@ -208,17 +190,37 @@ def explain(outcome: RunOutcome) -> str:
 
     Args:
         outcome: how the run has ended.
-
-    Returns:
-        The text. The findings have lines of at most 96 characters except for paths.
     """
-    findings = (
-        textwrap.fill(
-            text, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-        )
-        for text in _findings(outcome)
-    )
-    return "\n".join([_headline(outcome), *findings])
+    history, lines = outcome.history, [_headline(outcome)]
+    if outcome.exception:
+        lines.append(f"Exception: {outcome.exception}")
+    if outcome.unrepaired:
+        lines.append(f"Not healed: {unrepaired_text(outcome.unrepaired)}")
+    found = faults_found(history)
+    if len(found) > _MAX_FAULTS:
+        lines.append(f"Fault: {len(found) - _MAX_FAULTS:,} earlier ones")
+    for event in found[-_MAX_FAULTS:]:
+        norms = [f"{tensor.name} ({tensor.grad_norm:.3g})" for tensor in event.evidence or ()]
+        gradients = f"; unusual gradients: {first_of(norms, _SHOWN)}" if norms else ""
+        lines.append(f"Fault: step {event.step}: {sentence(event)}{gradients}")
+    tried = interventions(outcome)
+    if history.observes:
+        tried = ["nothing: the policy only observes"]
+    elif outcome.lr_scale < 1:
+        tried.append(f"learning rate × {outcome.lr_scale:.3g} at the end")
+    if outcome.steps_lost:
+        tried.append(_lost_steps_text(outcome))
+    if tried:
+        lines.append(f"Tried: {'; '.join(tried)}")
+    lines += [f"Check: {hint}" for hint in hints(outcome)]
+    good = "none (docs/checkpoints.md)"
+    if outcome.last_good is not None:
+        good = f"the checkpoint of step {outcome.last_good}"
+        if outcome.unrepaired and outcome.last_good > outcome.unrepaired[0]:
+            good += " (saved after the damage began, so its weights may be damaged)"
+        if outcome.last_good_path:
+            good += f", in {outcome.last_good_path}"
+    return "\n".join([*lines, f"Last known-good: {good}"])
 
 
 def _headline(outcome: RunOutcome) -> str:
@@ -230,61 +232,22 @@ def _headline(outcome: RunOutcome) -> str:
         text = f"ended incomplete ({outcome.why})"
     elif outcome.why:
         text += f" ({outcome.why})"
-    more = " or later" if outcome.ending == Ending.KILLED else ""
-    return f"{text} after step {outcome.step}{more}"
-
-
-def _findings(outcome: RunOutcome) -> Iterator[str]:
-    """What a person should know about the end of a run. What is not known has no finding."""
-    history = outcome.history
-    if outcome.exception:
-        yield f"Exception: {outcome.exception}"
-    if outcome.unrepaired:
-        yield f"Not healed: {unrepaired_text(outcome.unrepaired)}"
-    found = faults_found(history)
-    if len(found) > _MAX_FAULTS:
-        yield f"Fault: {len(found) - _MAX_FAULTS:,} earlier ones"
-    for event in found[-_MAX_FAULTS:]:
-        norms = [f"{tensor.name} ({tensor.grad_norm:.3g})" for tensor in event.evidence or ()]
-        gradients = f"; unusual gradients: {first_of(norms, _SHOWN)}" if norms else ""
-        yield f"Fault: step {event.step}: {sentence(event)}{gradients}"
-    tried = interventions(outcome)
-    if history.observes:
-        tried = ["nothing: the policy only observes"]
-    elif outcome.lr_scale < 1:
-        tried.append(f"learning rate × {outcome.lr_scale:.3g} at the end")
-    if outcome.steps_lost:
-        tried.append(_lost_steps_text(outcome))
-    if tried:
-        at_least = " (at least)" if outcome.ending == Ending.KILLED else ""
-        yield f"Tried: {'; '.join(tried)}{at_least}"
-    yield from (f"Check: {hint}" for hint in hints(outcome))
-    good = "none (docs/checkpoints.md)"
-    if outcome.last_good is not None:
-        good = f"the checkpoint of step {outcome.last_good}"
-        if outcome.unrepaired and outcome.last_good > outcome.unrepaired[0]:
-            good += " (saved after the damage began, so its weights may be damaged)"
-        if outcome.last_good_path:
-            good += f", in {outcome.last_good_path}"
-    yield f"Last known-good: {good}"
+    return f"{text} after step {outcome.step}"
 
 
 def hints(outcome: RunOutcome) -> list[str]:
     """Collects the advice for a person, about this run first, then about its causes."""
-    history = outcome.history
-    # Of alarms about which nothing was done: only a person can act on them.
-    cause = outcome.lasting
-    for names in history.alarms_outside(undone=False).values():
-        cause |= causes_of(names)
-    if not outcome.is_healthy:
+    history, cause = outcome.history, outcome.lasting
+    for event in history.of("alarm"):
+        if not event.incident:  # nothing was done: only a person can act
+            cause |= causes_of(event.cause or ())
+    if not outcome.healthy:
         cause |= outcome.cause | outcome.fault
     found = advice(cause)
     if outcome.unrepaired:
-        found.insert(0, UNREPAIRED)
-    if cause & ~_FAULTS and not outcome.is_healthy and len(history.rollbacks) > 1:
+        found.insert(0, _UNREPAIRED)
+    if cause & ~_FAULTS and not outcome.healthy and len(history.of("rollback")) > 1:
         found.append(_REPEATED)
-    if outcome.ending == Ending.KILLED:
-        found.append(f"The process could not record why it was killed: {AFTER_A_KILL}.")
     return found
 
 
@@ -327,21 +290,16 @@ def _lost_steps_text(outcome: RunOutcome) -> str:
 
 
 def interventions(outcome: RunOutcome) -> list[str]:
-    """Lists what was done in a run.
-
-    Args:
-        outcome: how the run has ended.
-
-    Returns:
-        A phrase for each kind of intervention, for example "skipped 3 steps".
-    """
+    """Lists what was done in a run: a phrase for each kind, for example "skipped 3 steps"."""
     counts, history = outcome.counts, outcome.history
-    # The changes for damage that was not repaired are undone.
-    rollbacks = [each for each in history.rollbacks if each.onset not in outcome.unrepaired]
+    left_out = 0
+    for rollback in history.of("rollback"):
+        if rollback.onset not in outcome.unrepaired:  # otherwise its changes are undone
+            left_out += len(rollback.batches or ())
     answers = [event.answer for event in history.of("fault")]
     done = [
         ("skipped", counts.skips, "step", ""),
-        ("left out", sum(len(each.batches or ()) for each in rollbacks), "batch", "batches"),
+        ("left out", left_out, "batch", "batches"),
         ("clipped", counts.clips, "step", ""),
         ("lowered the learning rate", counts.lr_cuts, "time", ""),
         *((text, answers.count(answer), "time", "") for answer, text in _ANSWERS.items()),

@@ -1,14 +1,13 @@
-"""Selects trackers and delivers metrics and events to them in threads, without delaying the run."""
+"""Selects trackers, and passes metrics and events of a run to them."""
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import os
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import copy_context
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from healcore.adapter_registry import MissingExtraError
@@ -17,11 +16,6 @@ from healcore.events.kinds import ENVELOPE, Trait, flags_text, has, sentence
 from healcore.events.metrics import COMPARED, NUMBERS
 from healcore.events.models import validate
 from healcore.events.process import Process
-
-MAX_WAIT = 10.0  # seconds for which the end of a run waits for its trackers
-MAX_PENDING = 10_000  # limit of pending records of a slow tracker, which then loses the oldest
-_INTERVAL = 0.5
-"""Seconds between two deliveries, because delivery at every step would compete for the GIL."""
 
 _FIELDS = ("loss", "grad_norm", *NUMBERS, "skip", *COMPARED)
 
@@ -39,9 +33,9 @@ class Tracker(Protocol):
 
         Healer(..., trackers=Printer())
 
-    All methods are called in one thread. An event may come before the numbers of its step. Methods
-    may block or raise: the training continues, and healcore reports the first error. Optional
-    methods: `start(run)` gets a `TrackedRun` and is called first, `flush()` twice a second,
+    The methods are called in the loop, so a slow service needs a thread of its own, as the clients
+    of W&B, trackio and TensorBoard have. Methods may raise: the training continues, and healcore
+    reports the first error. Optional methods: `start(run)` gets a `TrackedRun` and is called first,
     `close()` at the end of the run.
     """
 
@@ -103,46 +97,42 @@ def _select_one(tracker: object) -> Selection:
 
 
 class Trackers:
-    """All trackers of a run.
+    """All trackers of a run. No method raises: a broken tracker must not end the training.
 
-    No method raises, and only `close` waits for the trackers: a slow or broken tracker must neither
-    delay nor end the training. A daemon thread delivers, so that a hanging tracker does not keep
-    the program:
-
-        training thread:   metrics, event ──> queue     (at most 10,000 records)
-        second thread:                        queue ──> each tracker     (twice a second)
+    Args:
+        selected: the requested trackers.
     """
 
     def __init__(self, selected: Iterable[Selection] = ()) -> None:
         self._selected = tuple(selected)
-        self._trackers: list[tuple[str, Tracker]] = []
+        self._open: list[tuple[str, Any]] = []
+        self._early: list[Mapping[str, Any]] = []
+        """Events before `start`."""
         self._failed: set[str] = set()
         """Names of trackers whose first failure was logged."""
-        self._queue: deque[tuple[Any, ...]] = deque(maxlen=MAX_PENDING)
-        """Calls: a method of the trackers, and its arguments."""
-        self._config: dict[str, Any] = {}
         self._warn: Callable[[str], object] = print
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._deliver, name="trackers", daemon=True)
 
     def start(self, run_id: str, warn: Callable[[str], None]) -> None:
-        """Opens the trackers, and starts to deliver the records, also those before the call.
-
-        They are opened in the thread of the loop, to which an active trackio run belongs.
+        """Opens the trackers, and sends the events up to now.
 
         Args:
             run_id: id of the training run, the same in all its processes.
             warn: logs the first failure of a tracker.
         """
         self._warn = warn
+        omitted = (*ENVELOPE, *Process._fields)
+        first = self._early[0] if self._early else {}
+        config = {name: value for name, value in first.items() if name not in omitted}
         for name, make_tracker in self._selected:
             try:
-                self._trackers.append((name, make_tracker()))
+                tracker: Any = make_tracker()
+                if hasattr(tracker, "start"):
+                    tracker.start(TrackedRun(run_id, config))
+                self._open.append((name, tracker))
             except (Exception, SystemExit) as error:  # from the import or from the client
                 self._fail(name, error)
-        if self._trackers:
-            self._queue.appendleft(("start", TrackedRun(run_id, self._config)))
-            self._thread.start()
+        for event in self._early:
+            self._call("event", event)
 
     def metrics(self, step: int, record: StepRecord, fields: Mapping[str, Any]) -> None:
         """Sends the numbers of a step.
@@ -152,56 +142,35 @@ class Trackers:
             record: the step as one engine judged it.
             fields: the fields of its line in the metrics file, from `MetricsLog.write`.
         """
-        if not self._selected:
-            return
         # With an engine the run has several optimizers.
         prefix = f"heal/{fields['engine']}/" if "engine" in fields else "heal/"
         numbers = {name: fields[name] for name in _FIELDS if name in fields}
         numbers |= {"cause": int(record.cause), "action": int(record.action)}
         values = {f"{prefix}{name}": float(number) for name, number in numbers.items()}
-        self._queue.append(("metrics", step, values))
+        self._call("metrics", step, values)
 
-    def event(self, event: Mapping[str, Any]) -> None:
-        """Sends an event. The fields of a `start` become the configuration of the run.
-
-        Args:
-            event: the event, from `Log.write`.
-        """
-        if event["kind"] == "start":
-            omitted = (*ENVELOPE, *Process._fields)
-            self._config = {name: value for name, value in event.items() if name not in omitted}
-        if self._selected:
-            self._queue.append(("event", event))
+    def event(self, event: dict[str, Any]) -> None:
+        """Sends an event, from `Log.write`. The first one, `start`, is the run's configuration."""
+        if self._open:
+            self._call("event", event)
+        elif self._selected:
+            self._early.append(event)
 
     def close(self) -> None:
-        """Delivers the pending records, for at most `MAX_WAIT` seconds."""
-        self._ended.set()
-        if self._thread.is_alive():
-            self._thread.join(MAX_WAIT)
-        if self._thread.is_alive():
-            names = ", ".join(name for name, _ in self._selected)
-            self._warn(f"tracker {names} has not finished within {MAX_WAIT:g} s: it loses records")
+        """Closes the trackers."""
+        for name, tracker in self._open:
+            if hasattr(tracker, "close"):
+                self._try(name, tracker.close)
 
-    def _deliver(self) -> None:
-        ended = False
-        while not ended:
-            ended = self._ended.wait(_INTERVAL)
-            for _ in range(len(self._queue)):
-                self._call(*self._queue.popleft())
-            self._call("flush")
-        self._call("close")
+    def _call(self, method: str, *arguments: Any) -> None:
+        for name, tracker in self._open:
+            self._try(name, getattr(tracker, method), *arguments)
 
-    def _call(self, method: str, *arguments: object) -> None:
-        """Calls a method of each tracker that has it. A tracker that cannot start is dropped."""
-        for name, tracker in [*self._trackers]:
-            try:
-                call = getattr(tracker, method, None)
-                if call is not None:
-                    call(*map(copy.copy, arguments))
-            except BaseException as error:  # some clients raise SystemExit
-                self._fail(name, error)
-                if method == "start":
-                    self._trackers.remove((name, tracker))
+    def _try(self, name: str, call: Callable[..., object], *arguments: Any) -> None:
+        try:
+            call(*arguments)
+        except (Exception, SystemExit) as error:  # some clients raise SystemExit
+            self._fail(name, error)
 
     def _fail(self, name: str, error: BaseException) -> None:
         """Logs the first failure of a tracker."""
@@ -239,21 +208,17 @@ class _Wandb:
     The x-axis is the metric `heal/step`, because wandb does not accept a decreasing `step`.
     """
 
-    levels: Any = ("WARN", "ERROR")
-
     def __init__(self, project: str | None) -> None:
-        import wandb
-
-        self._library: Any = wandb
-        self._run: Any = None
-        if not project:
-            self._run = wandb.run  # the user's active run, or None
         self._project = project
-        self._is_new = self._run is None
 
     def start(self, run: TrackedRun) -> None:
+        import wandb
+
+        self._levels: Any = ("WARN", "ERROR")
+        self._run: Any = None if self._project else wandb.run  # the user's active run, or None
+        self._is_new = self._run is None
         if self._is_new:
-            self._run = self._library.init(
+            self._run = wandb.init(
                 project=self._project,
                 id=run.id,
                 resume="allow",  # continues the run with this id in the project, or creates it
@@ -275,7 +240,7 @@ class _Wandb:
             causes = flags_text(event.get("alert", event.get("cause", ())))
             title = ": ".join(filter(None, ["healcore", kind, causes]))
             is_error = kind == "stop" or event.get("severity") == "error"
-            self._run.alert(title, event_text(event), self.levels[is_error])
+            self._run.alert(title, event_text(event), self._levels[is_error])
 
     def close(self) -> None:
         if self._is_new:
@@ -283,24 +248,18 @@ class _Wandb:
 
 
 class _Trackio(_Wandb):
-    def __init__(self, project: str | None) -> None:
+    def start(self, run: TrackedRun) -> None:
         import trackio
         from trackio import context_vars
 
-        self._library = trackio
-        self.levels = (trackio.AlertLevel.WARN, trackio.AlertLevel.ERROR)
-        self._run = None
-        if not project:
-            self._run = context_vars.current_run.get()  # the user's active run, or None
-        self._project = project or os.environ.get("TRACKIO_PROJECT") or "healcore"
+        self._levels = (trackio.AlertLevel.WARN, trackio.AlertLevel.ERROR)
+        self._run = None if self._project else context_vars.current_run.get()
         self._is_new = self._run is None
-
-    def start(self, run: TrackedRun) -> None:
         if self._is_new:
+            project = self._project or os.environ.get("TRACKIO_PROJECT") or "healcore"
             config = {"healcore": run.config}
-            self._run = self._library.init(
-                self._project, name=run.id, resume="allow", config=config
-            )
+            init = partial(trackio.init, project, name=run.id, resume="allow", config=config)
+            self._run = copy_context().run(init)  # it is not the program's active run
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         self._run.log(values, step=step)
@@ -310,25 +269,24 @@ class _TensorBoard:
     """Scalars, and events as text, in a new event file per process; needs no torch."""
 
     def __init__(self, directory: str | None) -> None:
+        self._directory = directory
+
+    def start(self, run: TrackedRun) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.plugins.text.summary_v2 import text_pb
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         # protobuf creates the classes at run time: unknown to type checkers
         self._events: Any = event_pb2
         self._summaries: Any = summary_pb2
         self._text = text_pb
-        self._directory = directory
-
-    def start(self, run: TrackedRun) -> None:
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-        self._writer = EventFileWriter(self._directory or os.path.join("runs", run.id))
-        self.flush = self._writer.flush
+        directory = self._directory or os.path.join("runs", run.id)
+        self._writer = EventFileWriter(directory, flush_secs=1)
         self.close = self._writer.close
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
-        scalar = self._summaries.Summary.Value
-        scalars = [scalar(tag=name, simple_value=value) for name, value in values.items()]
+        value = self._summaries.Summary.Value
+        scalars = [value(tag=name, simple_value=number) for name, number in values.items()]
         self._add(step, self._summaries.Summary(value=scalars))
 
     def event(self, event: Mapping[str, Any]) -> None:

@@ -173,7 +173,7 @@ def report_before_kill(run: Run, resumed: int) -> None:
     """
     history, rollbacks = run.log.history, run.ledger.in_force
     if rollbacks and len(history.processes) > 1 and run.ranks.rank == 0:
-        reported = max((each.number or 0 for each in history.rollbacks), default=0)
+        reported = max((each.number or 0 for each in history.of("rollback")), default=0)
         done = rollbacks[-1]
         if done.number > reported and done.checkpoint == resumed:
             report_rollback(run, done, done.step - 1)
@@ -221,9 +221,8 @@ def report_end(
 ) -> None:
     """Writes the postmortem, the last event and the last line.
 
-    The postmortem comes first: a start writes a missing postmortem only without the event `end`. If
-    an earlier process has completed the run, it has written the postmortem, and the first line has
-    said so.
+    If an earlier process has completed the run, it has written the postmortem, and the first line
+    has said so.
 
     Args:
         run: the parts of the run.

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from healcore.console import counted, first_of
-from healcore.history import RunHistory
+from healcore.events import read
+from healcore.events.models import Ending
+from healcore.history import RunHistory, runs_of
 from healcore.runtime.driver import WEIGHTS, driver_for
-from healcore.runtime.reporting import postmortem
 from healcore.runtime.run import reports
 from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.ending.exits import EndRequested
@@ -184,22 +185,26 @@ def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
 
 
 def _read_previous_process(run: Run) -> tuple[RunHistory | None, str]:
-    """Reads what the previous process has logged, and writes its postmortem if it was killed.
+    """Reads what the previous processes of this run have logged.
 
     Returns:
         The history of the run until then, or None without events; and a line about the kill of the
         previous process, or an empty string.
     """
     events = run.log.events.path
-    history = None if events is None else postmortem.read_last_run(events)
-    if events is None or not history:
-        return history, ""
-    outcome = postmortem.write_for_killed(events, history, run.log.metrics.path)
-    if outcome is None:
-        return history, ""
-    path = postmortem.path_for(events, history.processes[-1].id)
-    how = f"killed after step {outcome.step} or later; postmortem: {path}"
-    return history, f"the previous run was {how}"
+    if events is None or not events.is_file():
+        return None, ""
+    try:
+        runs = runs_of(read(events).by_process())
+    except Exception as error:  # the run starts also if the file of the last run is damaged
+        run.log.warning(f"the last run in {events} cannot be read: {error!r}")
+        return None, ""
+    if not runs:
+        return None, ""
+    history, killed = runs[-1], ""
+    if history.state in (Ending.GONE, Ending.UNKNOWN):
+        killed = f"the previous run was killed after step {history.step or 0} or later"
+    return history, killed
 
 
 def _last_saved(run: Run, history: RunHistory | None) -> int:

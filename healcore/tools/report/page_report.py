@@ -9,7 +9,7 @@ from healcore.console import counted
 from healcore.events.kinds import flags_text, sentence
 from healcore.events.models import Ending, EventRecord
 from healcore.history import Counts, Curves, Incident, Mode
-from healcore.history.run_history import RunAttempt
+from healcore.history.run_history import MAX_ALARMS, RunAttempt
 from healcore.runtime.reporting.diagnosis import STATES
 
 MAX_LINES = 20
@@ -172,7 +172,7 @@ def response_text(incident: Incident) -> str:
 def skipped_text(incident: Incident) -> str:
     """Describes the number of skipped steps, such as "3 steps", or "100 steps or more"."""
     text = counted(incident.skipped, "step")
-    if incident.capped:
+    if incident.alarms >= MAX_ALARMS:
         text += " or more"
     return text
 

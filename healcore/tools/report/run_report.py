@@ -17,10 +17,7 @@ from healcore.events.log import metrics_path, stem
 from healcore.events.models import Ending, EventRecord
 from healcore.history import Counts, Curves, Mode, RunHistory, runs_of
 from healcore.history.curves import read_metrics, thinned
-from healcore.history.run_history import RunAttempt
 from healcore.runtime.reporting import postmortem
-from healcore.runtime.reporting.diagnosis import explain
-from healcore.runtime.reporting.postmortem import outcome_of_killed
 from healcore.tools.report.page_report import MAX_LINES, PageReport, ending_text
 
 _NO_CURVES = Curves(np.zeros(0), np.zeros(0))
@@ -118,10 +115,9 @@ def _report_on(path: Path, history: RunHistory) -> PageReport:
         # A start of a completed run, as for an evaluation, has no postmortem of its own.
         if written or obstacle or process.end is None:
             break
-    metrics = metrics_path(path)
-    curves, curve_notes = _read_curves(metrics, history)
+    curves, curve_notes = _read_curves(metrics_path(path), history)
     start = history.start or EventRecord()
-    state = _state_of(history, written)
+    state = history.state
     notes = _notes_on_fields(history)
     if obstacle:
         notes.append(obstacle)
@@ -130,14 +126,6 @@ def _report_on(path: Path, history: RunHistory) -> PageReport:
     diagnosis = written.get("diagnosis")
     if not isinstance(diagnosis, str):
         diagnosis = ""
-        if state is Ending.GONE:  # the next start will write the postmortem
-            outcome = outcome_of_killed(history, metrics)
-            diagnosis = explain(outcome)
-            written = {
-                "step": outcome.step,
-                "clips": outcome.counts.clips,
-                "skips": outcome.counts.skips,
-            }
     mode = Mode.HEAL
     if history.observes:
         mode = Mode.OBSERVE
@@ -150,11 +138,11 @@ def _report_on(path: Path, history: RunHistory) -> PageReport:
         curves=curves,
         incidents=tuple(history.incidents),
         counts=_counts(history, written),
-        facts=_facts(path, history, state, written),
+        facts=_facts(history, state, written),
         state=state,
         notes=tuple(notes),
-        attempts=_attempts(path, history),
-        alarms_outside=history.alarms_outside(),
+        attempts=tuple(history.attempts),
+        alarms_outside=_alarms_outside(history),
         assessments=tuple(history.of("assessment")[-MAX_LINES:]),
         diagnosis=diagnosis,
         unrepaired=history.unrepaired,
@@ -181,24 +169,13 @@ def _name_of(path: Path) -> str:
     return f"{path.parent.name}/{name}"
 
 
-def _attempts(path: Path, history: RunHistory) -> tuple[RunAttempt, ...]:
-    """The attempts of a run, with the last known step of each process that was killed.
-
-    Only its postmortem has this step, because the events of a healthy process end with a save.
-    """
-    attempts: list[RunAttempt] = []
-    processes = iter(history.processes)
-    before = next(processes)
-    for attempt in history.attempts:
-        if attempt.origin in ("process", "resume"):
-            if attempt.killed:
-                written, _ = _read_postmortem(path, before.id)
-                step = written.get("step")
-                if type(step) is int:
-                    attempt = attempt._replace(left=max(attempt.left or 0, step))
-            before = next(processes, before)
-        attempts.append(attempt)
-    return tuple(attempts)
+def _alarms_outside(history: RunHistory) -> dict[float, tuple[str, ...]]:
+    """Step -> causes, of the alarms outside of incidents."""
+    alarms: dict[float, tuple[str, ...]] = {}
+    for event in history.of("alarm"):
+        if not event.incident:
+            alarms[event.step or 0] = tuple(event.cause or ())
+    return alarms
 
 
 def _notes_on_fields(history: RunHistory) -> list[str]:
@@ -250,22 +227,10 @@ def _read_postmortem(events: Path, process: str) -> tuple[dict[str, Any], str]:
     return written, ""
 
 
-def _state_of(history: RunHistory, written: dict[str, Any]) -> Ending:
-    """The state by the events or, after a kill, by the postmortem of the next process."""
-    if history.end is not None or not written:
-        return history.state
-    ending = written.get("ending")
-    if ending in set(Ending):
-        return Ending(ending)
-    return Ending.ENDED
-
-
-def _facts(
-    path: Path, history: RunHistory, state: Ending, written: dict[str, Any]
-) -> dict[str, str]:
+def _facts(history: RunHistory, state: Ending, written: dict[str, Any]) -> dict[str, str]:
     """Lists the facts of a run for its page, without unknown values.
 
-    The postmortem `written` has the facts that a killed process could not write as events.
+    The postmortem `written` has the step, and a known-good checkpoint whose event is lost.
     """
     start = history.start or EventRecord()
     versions = start.environment or {}
@@ -276,8 +241,8 @@ def _facts(
             first = process.start
         if process.end:
             step_at_end = process.end.step
-    if state in (Ending.GONE, Ending.KILLED) and written.get("step") is not None:
-        step_at_end = f"{written['step']} or later"
+    if state is Ending.GONE and history.step is not None:
+        step_at_end = f"{history.step} or later"
     faults: list[str] = []
     for event in history.of("fault")[-MAX_LINES:]:
         faults.append(f"step {event.step}: {sentence(event).removeprefix('fault: ')}")
@@ -292,6 +257,7 @@ def _facts(
     saved_every = None
     if start.save_every is not None:
         saved_every = counted(start.save_every, "step")
+    lost = sum(event.steps_lost or 0 for event in history.of("rollback"))
     processes = start.world
     if processes == 1:
         processes = None
@@ -302,10 +268,10 @@ def _facts(
         "Mode": start.mode,
         "Started": _time_of(first),
         "Last event": _time_of(history.processes[-1].last),
-        "Duration": _duration(path, history),
+        "Duration": _duration(history),
         "Faults": "; ".join(faults),
         "Step at the end": step_at_end,
-        "Steps not repeated": history.steps_lost or None,
+        "Steps not repeated": lost or None,
         "Last known-good": last_good,
         "Settings": ", ".join(settings),
         "Saved every": saved_every,
@@ -322,16 +288,9 @@ def _facts(
     return known
 
 
-def _duration(path: Path, history: RunHistory) -> timedelta | None:
+def _duration(history: RunHistory) -> timedelta | None:
     """The sum of the durations of the processes, or None if none is known."""
-    seconds: list[float] = []
-    for process in history.processes:
-        written, _ = _read_postmortem(path, process.id)
-        duration = process.seconds
-        if process.end is None and type(written.get("seconds")) is float:
-            duration = written["seconds"]  # a killed process has few events
-        if duration is not None:
-            seconds.append(duration)
+    seconds = [each.seconds for each in history.processes if each.seconds is not None]
     if not seconds:
         return None
     # A damaged event may have any number of seconds.

@@ -3,7 +3,6 @@
 import itertools
 import re
 import sys
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from healcore.runtime.reporting import trackers
 from healcore.runtime.reporting.trackers import select
 from tests.healer.run_directory import events_of
 from tests.healer.training_loops import Faults, breaks_off, loop_of, rules, same, train
-from tests.runtime.reporting.read_back import BOUND_S, STORED, asked
+from tests.runtime.reporting.read_back import STORED, asked
 
 
 @pytest.fixture
@@ -23,12 +21,6 @@ def folder(monkeypatch, tmp_path):
     """The working directory; its name is the project in each tracker."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch):
-    """On a busy machine a client may need longer than the end of a run waits, and loses records."""
-    monkeypatch.setattr(trackers, "MAX_WAIT", BOUND_S)
 
 
 @pytest.mark.slow
@@ -149,12 +141,3 @@ def test_a_tracker_that_fails_later_changes_no_bit(folder, capsys):
     assert same(run(folder, trackers=broken(sys.exit)), run(folder / "plain"))
     (problem,) = re.findall("tracker SimpleNamespace fails.*", capsys.readouterr().err)
     assert "SystemExit" in problem
-
-
-def test_a_tracker_that_blocks_does_not_stop_the_run(folder, monkeypatch, capsys):
-    """The run does not wait for it, and its end waits for a bounded time."""
-    monkeypatch.setattr(trackers, "MAX_WAIT", 0.2)
-    released = threading.Event()
-    assert same(run(folder, trackers=broken(released.wait)), run(folder / "plain"))
-    assert "tracker SimpleNamespace has not finished within 0.2 s" in capsys.readouterr().err
-    released.set()

@@ -6,8 +6,8 @@
     judgement      a loop that has ended by itself may be incomplete (`completeness.py`)
     report         postmortem, event `end`, last line (`reports.py`)
 
-After a kill, the next start writes the postmortem (`postmortem.write_for_killed`). Errors at the
-end are logged and not raised, because they would hide the error that has ended the run.
+Errors at the end are logged and not raised, because they would hide the error that has ended the
+run.
 """
 
 from __future__ import annotations
