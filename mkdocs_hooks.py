@@ -51,7 +51,7 @@ TYPES = {
         "EventHook",
         "Hook",
     ],
-    "healcore.runtime.batch_iterator": ["Batch", "Batches"],
+    "healcore.runtime.run.batches.batch_loop": ["Batch", "Batches"],
     "healcore.runtime.data.loaders": ["Loader"],
     "healcore.runtime.data.positions": ["BatchId"],
     "healcore.runtime.faults.microbatches": ["Microbatch"],

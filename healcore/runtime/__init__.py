@@ -4,7 +4,6 @@ What a program uses:
 
     healer            `Healer`, a whole run under one policy
     script            `start`, a run without a `with` block
-    batch_iterator    `Batches`, which `Healer.batches` returns
     healing_report    `HealingReport`, which `Healer.report` returns
     run_options       the arguments of `Healer`, checked, and the policy's part for the host
 

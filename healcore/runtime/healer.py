@@ -10,14 +10,18 @@ from typing import Any, Generic, Literal, Self, SupportsFloat, TypeVar, Unpack
 from healcore.core.errors import HealcoreError
 from healcore.events.models import Ending
 from healcore.policy import Overrides, PolicyLike
-from healcore.runtime.batch_iterator import Batch, Batches
 from healcore.runtime.data.loaders import Loader
 from healcore.runtime.data.readers import ScanBlocks
 from healcore.runtime.driver import HealerError, trainer_limit
 from healcore.runtime.faults.microbatches import Microbatch
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.reporting.trackers import TrackersLike, select
-from healcore.runtime.run.batches.batch_loop import loop_over_batches, loop_over_blocks
+from healcore.runtime.run.batches.batch_loop import (
+    Batch,
+    Batches,
+    loop_over_batches,
+    loop_over_blocks,
+)
 from healcore.runtime.run.batches.number_loops import loop_over_epochs, loop_over_steps
 from healcore.runtime.run.ending.end import EndedBy, RunEnd, end_run
 from healcore.runtime.run.run import Run
@@ -482,7 +486,6 @@ class Healer(Generic[State]):
 
         Raises:
             HealerError: the Healer has no `loss_fn`, or its state is of JAX; or as `observe`.
-            IncompleteRun: as `observe`.
         """
         return self._live.loop.loss(batch, optimizer)
 
@@ -508,8 +511,6 @@ class Healer(Generic[State]):
         Raises:
             HealerError: a `loss` is reported in JAX, where it is `value=loss` of `tx.update`; or
                 the call is outside the Healer's block.
-            IncompleteRun: a checkpoint has replaced the snapshot of a loop that counts its steps
-                itself; status 1.
         """
         self._live.loop.observe(loss, optimizer, batch=batch, eval_loss=eval_loss)
 
@@ -532,7 +533,6 @@ class Healer(Generic[State]):
             HealerError: the Healer is of torch, or the call is outside the Healer's block.
             HealStateError: `state` has another structure, shape or dtype, or was computed from a
                 state before the last rollback or `expect_change`.
-            IncompleteRun: as `observe`.
             RunStopped, Terminated, EndRequested: as in `batches`.
         """
         return self._live.loop.update(state, batch)

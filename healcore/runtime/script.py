@@ -39,6 +39,7 @@ from healcore.policy import PolicyLike
 from healcore.runtime.healer import Healer, Item, State
 from healcore.runtime.run.ending.end import end_run
 from healcore.runtime.run.ending.exits import EndRequested, exit_for
+from healcore.runtime.run.progress import LoopPhase
 from healcore.runtime.run.run import Run
 from healcore.runtime.run_options import HealerOptions
 
@@ -124,7 +125,7 @@ class ScriptHealer(Healer[State]):
             yield from loop
         except GeneratorExit:  # a `break`, or an exception in the body
             if self.is_open:
-                self._run.loop.save_at_loop_end(left=True)
+                _save_at_loop_end(self._run, left=True)
             raise
         except SystemExit as error:
             if isinstance(error, HealcoreError) and not hasattr(sys, "ps1"):
@@ -135,8 +136,38 @@ class ScriptHealer(Healer[State]):
     def _end_loop(self) -> None:
         """A loop has ended by itself. Unless it runs in the body of another loop, the run ends."""
         if self.is_open:
-            self._run.loop.save_at_loop_end(left=False)
+            _save_at_loop_end(self._run, left=False)
             self.opened_at_end = Run.opened
+
+
+def _save_at_loop_end(run: Run, *, left: bool) -> None:
+    """Saves the state at the end of the program's outermost loop.
+
+    If the program counts its epochs itself, each pass may be the last one, so from the second pass
+    on the time of these saves is limited as the time of regular saves is.
+
+    Args:
+        run: the run, which is open.
+        left: whether the loop was left within its body, by a `break` or an exception. Several ranks
+            then save nothing: perhaps only some of them have left their loop.
+    """
+    state = run.progress
+    run.hang_guard.rest()
+    in_outer_loop = run.loaders.epoch_loop.can_return or state.yielded_step is not None
+    is_done = state.phase in (LoopPhase.AT_REST, LoopPhase.COMPLETED) or not state.steps_taken
+    if in_outer_loop or is_done or not run.store.durable:
+        return
+    if not left:
+        is_one_of_several = run.loaders.passes > 1 and not state.reached_end
+        if not (state.in_body or (is_one_of_several and run.schedule.saves_are_slow)):
+            run.saver.save_last(completed=True)
+            state.phase = LoopPhase.AT_REST
+    elif run.ranks.world == 1 and run.loop.count_last_step():
+        try:
+            if not run.saver.save_emergency(""):
+                state.phase = LoopPhase.AT_REST
+        except Exception as problem:  # the exception of the body is the one to be seen
+            run.loop.warn(f"no checkpoint was saved at the end of the loop: {problem}")
 
 
 def start(

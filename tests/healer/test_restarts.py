@@ -9,7 +9,6 @@ import pytest
 
 from healcore import Healer
 from healcore import policy as policies
-from healcore.errors import IncompleteRun
 from tests import forked_programs
 from tests.healer.run_directory import events, postmortems
 from tests.healer.simulated_kills import Crash
@@ -97,12 +96,9 @@ def test_damage_of_long_ago_is_left_behind(tmp_path):
 
 
 @BOTH_FRAMEWORKS
-@pytest.mark.parametrize("kind", ["steps", "warm", "own count", "rest of the data"])
-def test_a_loop_with_its_own_count_is_refused_after_the_program_has_loaded_its_own_snapshot(
-    kind, framework, tmp_path
-):
+@pytest.mark.parametrize("kind", ["steps", "warm"])
+def test_a_program_that_has_loaded_its_own_snapshot_is_warned(kind, framework, tmp_path):
     """The snapshot is newer than the checkpoint. A warm optimizer at each start is no snapshot."""
-    asks_healcore = kind in ("steps", "warm")
 
     def run(*, snapshot: bool) -> list[int]:
         """A start that has trained up to step 19 by itself, or one that is killed at step 18."""
@@ -111,12 +107,7 @@ def test_a_loop_with_its_own_count_is_refused_after_the_program_has_loaded_its_o
         for number in range(first):
             loop.step(None, number)
         with Healer(rules(), state=loop.state, store=tmp_path, checkpoints=EVERY_5) as healer:
-            numbers: Any = range(first, 20)
-            if asks_healcore:
-                numbers = healer.steps(20)
-            elif kind == "rest of the data":
-                numbers = healer.batches(list(numbers))
-            for number in numbers:
+            for number in healer.steps(20):
                 if number == 18 and not snapshot:
                     raise Crash
                 loop.step(healer, number)
@@ -125,9 +116,7 @@ def test_a_loop_with_its_own_count_is_refused_after_the_program_has_loaded_its_o
 
     with pytest.raises(Crash):
         run(snapshot=False)
-    refused = pytest.raises(IncompleteRun, match=r"checkpoint 18 replaces|ended without a step")
-    with nullcontext() if asks_healcore else refused:
-        assert run(snapshot=True) == [18, 19]
+    assert run(snapshot=True) == [18, 19]
     assert len(events(tmp_path, "problem")) == (kind != "warm")
 
 

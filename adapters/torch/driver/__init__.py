@@ -1,12 +1,10 @@
 """`TorchDriver`: the live state of a torch run, its engines, and the records of its steps.
 
 driver              `TorchDriver`, which the Healer calls
-attaching           heals the optimizers of the state
 followed_optimizer  one optimizer: its steps, and the gradients since the last step
 buffers             what a forward pass writes into buffers: restored after a skip, and saved
 gradient_window     all optimizers: which have stepped; gradients that all ranks compute again
-weights             copies, replaces and evaluates the weights
-weight_sample       notices other weights in the model, as in an evaluation
+weights             copies and evaluates the weights; notices other weights in the model
 structure           notices new, removed and resized parameters
 memory              the report after a failure for lack of memory
 """

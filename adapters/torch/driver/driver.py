@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from healcore.console import first_of
+from healcore.core.engine import Engine
+from healcore.core.engine.config import table_differences, tables_of
 from healcore.core.errors import AttachError
 from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.driver import STEPPED, WEIGHTS, Driver, Engines, NumberRange, check_engines
@@ -18,15 +22,13 @@ from healcore.runtime.store.ranks import Alone, Ranks
 from healcore.runtime.store.store import CheckpointStore
 from healcore.runtime.store.values import attribute
 from healcore.torch import gradients, live_state
-from healcore.torch.attachment import Healing
-from healcore.torch.driver.attaching import attach_all
+from healcore.torch.attachment import Healing, attach, healing_of
 from healcore.torch.driver.buffers import UnsavedBuffers, buffers_of
 from healcore.torch.driver.followed_optimizer import FollowedOptimizer, PendingEntry, PendingStep
 from healcore.torch.driver.gradient_window import GradientWindow
 from healcore.torch.driver.memory import cuda_profiles, memory_of
 from healcore.torch.driver.structure import StructureWatch
-from healcore.torch.driver.weight_sample import WeightSample
-from healcore.torch.driver.weights import Key, TorchWeights
+from healcore.torch.driver.weights import Key, TorchWeights, WeightSample
 from healcore.torch.live_engine import keep_after_cuda_error
 from healcore.torch.live_state import State
 from healcore.torch.measurement import Measurement
@@ -74,7 +76,7 @@ class TorchDriver(Driver):
         self._user_state = state
         self._state = live_state.checked_state(state)
         self.warnings: list[str] = []
-        healings, own = attach_all(self._state, engine_of(policy), attach)
+        healings, own = _attach_all(self._state, engine_of(policy), attach)
         self.healings = healings
         """The handle of each optimizer, by its name in the state."""
         self._own_healings = own
@@ -462,4 +464,62 @@ class TorchDriver(Driver):
         raise AttachError(
             f"there is no optimizer {optimizer!r:.60} in the state: pass one of "
             f"{', '.join(self.healings)}, by name or as the object"
+        )
+
+
+def _attach_all(
+    state: State, engine: Engine, options: Mapping[str, Any]
+) -> tuple[dict[str, Healing], list[Healing]]:
+    """Heals every optimizer of a state by the same policy.
+
+    An optimizer that was healed before keeps its handle, because the program may report losses to
+    it. A trainer's optimizer brings a method `attach_with` of its own.
+
+    Args:
+        state: the checked state of the run.
+        engine: the policy's engine, without a state.
+        options: options of `attach`. If they have no scaler, and the state has exactly one
+            GradScaler, it is used as the scaler.
+
+    Returns:
+        The handle of each optimizer, by its name in the state; and the handles among them that were
+        made here. The caller has to detach these when the run ends.
+
+    Raises:
+        AttachError: an optimizer belongs to another Healer or another policy, or `attach` raises
+            it. The handles that were made before the error are detached: nothing was changed.
+    """
+    healings: dict[str, Healing] = {}
+    own: list[Healing] = []
+    options = {"scaler": live_state.scaler(state), **options}
+    try:
+        for name, optimizer in live_state.optimizers(state).items():
+            healing = healing_of(optimizer)
+            if healing is not None:
+                _check_attached(name, healing, engine)
+            else:
+                heal = getattr(state[name], "attach_with", None) or partial(attach, state[name])
+                healing = heal(engine, **options)
+                own.append(healing)
+            healings[name] = healing
+    except BaseException:
+        for healing in own:
+            healing.detach()
+        raise
+    return healings, own
+
+
+def _check_attached(name: str, healing: Healing, engine: Engine) -> None:
+    """Raises AttachError unless the handle of an earlier `attach` can be used."""
+    if healing.healed_step.listener is not healing.healed_step.attach_log:
+        raise AttachError(
+            f'"{name}" belongs to a Healer that is still open: leave its `with` block, or '
+            "delete the object"
+        )
+    differences = table_differences(tables_of(healing.engine.config), tables_of(engine.config))
+    if differences:
+        raise AttachError(
+            f'"{name}" is healed already under another policy than the policy of the Healer '
+            f"({first_of(differences, 5, '; ')}): detach() its handle, or attach with the "
+            "policy of the Healer"
         )

@@ -38,7 +38,7 @@ from healcore.runtime.driver import HealerError, check_framework
 from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.ending.completeness import stop_if_not_trained
-from healcore.runtime.run.ending.exits import AlreadyCompleted, IncompleteRun
+from healcore.runtime.run.ending.exits import AlreadyCompleted
 from healcore.runtime.run.progress import COUNTED, LoopPhase
 from healcore.runtime.run.run_record import MAX_CHANGES, StructureChange
 from healcore.runtime.run.trouble import RollbackRecord, Trouble
@@ -92,25 +92,20 @@ class Loop:
 
     # -- the loops of the program ---------------------------------------------------------------
 
-    def continue_by_step_number(self) -> None:
-        """Begins or continues a loop that takes the number of its next step from the Healer.
-
-        Called when the program reads `Healer.step`, and between two steps. It has two effects:
-
-        - The first call after a restart restores random states. Such a loop calls nothing of the
-          Healer before it draws its first batch. If the states were set at the start of the run,
-          the set-up of the program would draw from them; if at the first step, too late.
-        - The loop does not count its steps itself, so it has not lost count where a checkpoint has
-          replaced its snapshot. `own_count_obstacle` would end such a loop, and is dropped.
-        """
-        self.state.own_count_obstacle = ""
-        if not self.run.data_state.is_restored:
-            self.run.data_state.restore()
-
     def next_step(self) -> int:
         """The number of the next step; see `Healer.step`."""
-        self.continue_by_step_number()
+        self.restore_random_states()
         return self.state.step + bool(self.run.driver.pending_steps())
+
+    def restore_random_states(self) -> None:
+        """Restores the random states of a checkpoint, once for a loop that reads its own batches.
+
+        Called when the program reads `Healer.step`, and between two steps. Such a loop calls
+        nothing else of the Healer before it draws its first batch. If the states were set at the
+        start of the run, the set-up of the program would draw from them.
+        """
+        if not self.run.data_state.is_restored:
+            self.run.data_state.restore()
 
     def loss(self, batch: Any, optimizer: str | None) -> Any:
         """Calls `loss_fn` on a batch, and observes the loss; see `Healer.loss`."""
@@ -127,11 +122,7 @@ class Loop:
     def observe(
         self, loss: Any, optimizer: str | None, *, batch: Any = None, eval_loss: Any = None
     ) -> None:
-        """Gives a loss of the program to the driver; see `Healer.observe`.
-
-        Raises:
-            IncompleteRun: the loop counts steps itself, and a checkpoint has replaced its snapshot.
-        """
+        """Gives a loss of the program to the driver; see `Healer.observe`."""
         run = self.run
         if eval_loss is not None:
             run.driver.observe_eval(eval_loss, optimizer)
@@ -139,8 +130,6 @@ class Loop:
         if loss is None:
             return
         check_framework(run.driver, "torch", "healer.observe(loss)")
-        if self.state.own_count_obstacle:
-            raise IncompleteRun(f"healcore: {self.state.own_count_obstacle}")
         part, weight = run.out_of_memory.part, 1.0
         if part is not None:
             weight = part.weight
@@ -206,8 +195,6 @@ class Loop:
         check_framework(run.driver, "JAX", "healer.update(state)")
         if batch is not None:
             run.step_batches.add_observed(batch, 1.0)
-        if self.state.own_count_obstacle:
-            raise IncompleteRun(f"healcore: {self.state.own_count_obstacle}")
         run.driver.update(state)
         self.queue_dispatch()
         loader = run.loaders.last_trained
@@ -249,7 +236,7 @@ class Loop:
         run, state = self.run, self.state
         run.hang_guard.pause()
         self.unseen_steps = None
-        self.continue_by_step_number()
+        self.restore_random_states()
         has_stepped = state.phase in COUNTED
         if has_stepped:  # what the rest of the body has changed belongs to the step
             run.saver.keep_weight_sample()
@@ -363,55 +350,6 @@ class Loop:
         if rollback is None:
             self.run.saver.save(SaveReason.REGULAR)
         return rollback
-
-    def save_after_break(self) -> None:
-        """Saves the checkpoint of this step once more, if a `break` has followed its first save.
-
-        The first save has a place within an epoch that the `break` has ended, and a restart or a
-        rollback would read the rest of this epoch. In JAX, `update` saves before the `break`; in
-        torch, the program may call `Healer.save` after it.
-
-        Several ranks do not save again: a save is collective, and perhaps only some of them have
-        left their loop by `break`.
-        """
-        run = self.run
-        if run.ranks.world > 1:
-            return
-        is_saved = run.schedule.last_saved == run.progress.step and run.progress.steps_taken
-        may_save = run.schedule.may_save and not run.step_batches.within_batch
-        if is_saved and may_save and not self.has_trainer:
-            run.saver.save_state_as(run.progress.step, SaveReason.REGULAR)
-
-    def save_at_loop_end(self, *, left: bool) -> None:
-        """Saves the state at the end of the program's outermost loop, in a run without a block.
-
-        What the program does with its state after the loop does not belong to the run. If the
-        program counts its epochs itself, each pass may be the last one, so from the second pass on
-        the time of these saves is limited as the time of regular saves is.
-
-        Args:
-            left: whether the loop was left within its body, by a `break` or an exception. Several
-                ranks then save nothing: perhaps only some of them have left their loop.
-        """
-        run, state = self.run, self.state
-        run.hang_guard.rest()
-        in_outer_loop = run.loaders.epoch_loop.can_return or state.yielded_step is not None
-        has_trained = run.progress.steps_taken > 0 and not state.is_complete
-        if in_outer_loop or not has_trained or not run.store.durable:
-            return
-        if state.phase is LoopPhase.AT_REST:
-            return
-        if not left:
-            is_one_of_several = run.loaders.passes > 1 and not state.reached_end
-            if not (state.in_body or (is_one_of_several and run.schedule.saves_are_slow)):
-                run.saver.save_last(completed=True)
-                state.phase = LoopPhase.AT_REST
-        elif run.ranks.world == 1 and self.count_last_step():
-            try:
-                if not run.saver.save_emergency(""):
-                    state.phase = LoopPhase.AT_REST
-            except Exception as problem:  # the exception of the body is the one to be seen
-                self.warn(f"no checkpoint was saved at the end of the loop: {problem}")
 
     # -- calls of the program between two steps -------------------------------------------------
 

@@ -99,9 +99,6 @@ class RunProgress:
     of such a body."""
     step_is_epoch: bool = False
     """Whether each epoch of a loop over `epochs` is one step without `batches`."""
-    own_count_obstacle: str = ""
-    """Reason why a loop that counts its steps itself cannot continue, because a checkpoint has
-    replaced its snapshot, or an empty string."""
 
     # -- steps ----------------------------------------------------------------------------------
 

@@ -73,13 +73,11 @@ def report_failed_start(run: Run, error: BaseException) -> None:
 def warn_of_snapshot(run: Run, settings: dict[str, Any], saved: Mapping[str, Any]) -> None:
     """Warns a loop that counts steps itself, if a checkpoint replaces the program's snapshot."""
     if STEPPED in settings[WEIGHTS] and STEPPED not in saved.get(WEIGHTS, STEPPED):
-        obstacle = (
+        run.loop.warn(
             "the optimizer that the program has passed was trained already, and checkpoint "
             f"{run.progress.step} replaces its state and the weights. A loop that counts its own "
-            "steps would lose or repeat steps: write healer.steps or healer.epochs"
+            "steps loses or repeats steps: write healer.steps or healer.epochs"
         )
-        run.loop.state.own_count_obstacle = obstacle
-        run.loop.warn(obstacle)
 
 
 def say_what_begins(
@@ -159,24 +157,6 @@ def report_rollback(run: Run, done: RollbackRecord, index: int) -> None:
             f"step {done.checkpoint}: this pass over the data ends here, and then "
             f"healer.epochs yields epoch {epoch} again"
         )
-
-
-def report_before_kill(run: Run, resumed: int) -> None:
-    """Reports the last rollback if the process was killed after its commit, before its event.
-
-    Then the run resumes from the target of this rollback. Without the events of earlier
-    processes it is not known whether the rollback was reported.
-
-    Args:
-        run: the parts of the run.
-        resumed: step of the checkpoint from which this process has resumed.
-    """
-    history, rollbacks = run.log.history, run.ledger.in_force
-    if rollbacks and len(history.processes) > 1 and run.ranks.rank == 0:
-        reported = max((each.number or 0 for each in history.of("rollback")), default=0)
-        done = rollbacks[-1]
-        if done.number > reported and done.checkpoint == resumed:
-            report_rollback(run, done, done.step - 1)
 
 
 def reason_of(trouble: Trouble) -> str:

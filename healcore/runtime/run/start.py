@@ -316,7 +316,6 @@ def _resume(run: Run, record: RunRecord, newest: RunRecord | None) -> None:
         # Before a record is written, which has to say so too.
         run.progress.phase = LoopPhase.AFTER_STEP
     run.log.event("resume", step=step, checkpoint=step)
-    reports.report_before_kill(run, step)
     if not run.witness.state.anchors:
         run.saver.add_anchor()
     run.store.protected = run.witness.steps_needed

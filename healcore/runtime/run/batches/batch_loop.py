@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from healcore.console import counted
 from healcore.runtime.data.cursor import Limit
@@ -23,12 +23,76 @@ from healcore.runtime.data.readers import ScanBlocks
 from healcore.runtime.data.sources import SourceCursor
 from healcore.runtime.driver import HealerError, check_framework
 from healcore.runtime.reporting.nonfinite_steps import FROM_START
+from healcore.runtime.run.checkpoints.schedule import SaveReason
 from healcore.runtime.run.progress import COUNTED, LoopPhase
 
 if TYPE_CHECKING:
+    from healcore.runtime.healer import Healer
     from healcore.runtime.run.run import Run
 
 _NO_BATCH = object()
+Batch = TypeVar("Batch")
+"""The type of a batch of the loader."""
+
+
+class Batches(Iterator[Batch]):
+    """The batches of a loop over `Healer.batches`, with the attributes of the loader.
+
+    A function that gets a loader as its argument can get this object instead: `batches.dataset` is
+    the loader's `dataset`, and setting an attribute sets it on the loader.
+
+    Attributes:
+        healer: the Healer, for a function that gets only the loader.
+    """
+
+    def __init__(
+        self, healer: Healer[Any], batches: Iterator[Batch], loader: Any, epochs: int | None
+    ) -> None:
+        """Wraps an iterator.
+
+        Args:
+            healer: the Healer whose loop it is.
+            batches: the batches, with the work between two steps after each of them.
+            loader: the loader that they come from.
+            epochs: passes over the loader, or None for no end.
+        """
+        # Not by assignment, which would set attributes of the loader.
+        vars(self).update(healer=healer, _batches=batches, _loader=loader, _epochs=epochs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self).get("_loader"), name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self._loader, name, value)
+
+    def __next__(self) -> Batch:
+        return next(self._batches)
+
+    def __len__(self) -> int:
+        """Returns the number of batches in all epochs, also after a restart.
+
+        Raises:
+            TypeError: the loader has no length, or the loop has no end.
+        """
+        if self._epochs is None:
+            raise TypeError("batches(..., epochs=None) has no len")
+        return self._epochs * len(self._loader)
+
+    def with_state(self) -> Batches[tuple[Batch, Any]]:
+        """Returns an iterator over pairs of a batch and the state to start its step from, for JAX.
+
+            for batch, state in healer.batches(loader).with_state():
+                state = healer.update(train_step(state, batch))
+
+        Without the pairs a loop has to read `healer.state` for each step: a rollback replaces the
+        state.
+        """
+        return Batches(self.healer, self._pairs(), self._loader, self._epochs)
+
+    def _pairs(self) -> Iterator[tuple[Batch, Any]]:
+        """Yields each batch with the live state."""
+        for batch in self:
+            yield batch, self.healer.state
 
 
 def loop_over_batches(
@@ -138,8 +202,22 @@ def _begin(
         # training, which a restart then continues in the same epoch.
         begins = loader.next_id.epoch if loader is loaders.last_trained else -1
         if max(begins, -1 if epoch is None else epoch) > broken_off.epoch:
-            loop.save_after_break()
+            _save_after_break(run)
     return loader
+
+
+def _save_after_break(run: Run) -> None:
+    """Saves the checkpoint of this step once more, if a `break` has followed its first save.
+
+    The first save has a place within an epoch that the `break` has ended, and a restart or a
+    rollback would read the rest of this epoch. In JAX, `update` saves before the `break`; in torch,
+    the program may call `Healer.save` after it. Several ranks do not save again: a save is
+    collective, and perhaps only some of them have left their loop by `break`.
+    """
+    is_saved = run.schedule.last_saved == run.progress.step and run.progress.steps_taken
+    may_save = run.schedule.may_save and not run.step_batches.within_batch
+    if is_saved and may_save and run.ranks.world == 1 and not run.loop.has_trainer:
+        run.saver.save_state_as(run.progress.step, SaveReason.REGULAR)
 
 
 def _read(run: Run, loader: SourceCursor) -> Any:

@@ -33,7 +33,6 @@ def loop_over_epochs(run: Run, total: int) -> Iterator[int]:
     """
     loaders, state = run.loaders, run.loop.state
     loaders.epoch_loop.total_epochs = total
-    state.own_count_obstacle = ""
     if state.is_complete:
         run.data_state.restore()  # the program draws on as after the end of the run
         loaders.end_epochs()
