@@ -116,7 +116,7 @@ class TrainerAccess:
         try:
             run.driver.load(None, engines)
         finally:
-            run.monitor.read_engines()
+            run.metrics.read()
             run.record.settings.pop(WEIGHTS, None)
             if step is not None:
                 run.progress.step = step

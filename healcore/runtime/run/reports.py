@@ -214,7 +214,7 @@ def report_end(
     with suppress(Exception):  # a step in JAX that failed may have donated the state
         run.loop.count_last_step()
         run.stopping.count_last_steps()
-        run.monitor.read_engines()
+        run.metrics.read()
     why = getattr(error, "why", "")
     if error is None and ending == Ending.REQUESTED:
         why = run.loop.state.break_place

@@ -285,7 +285,7 @@ def _begin(run: Run, settings: dict[str, Any]) -> None:
     full = int(run.policy.engine.config.budget.recoveries)
     record.ledger.spent = max(full - int(min(budgets, default=full)), 0)
     run.saver.begin_attempt(step)
-    run.monitor.read_engines()
+    run.metrics.read()
     record.nonfinite_ok = run.saver.nonfinite_in_state()
     run.store.nonfinite_ok += tuple(record.nonfinite_ok)
     if record.nonfinite_ok:

@@ -10,7 +10,6 @@ from healcore.core.decision import Action, Cause
 from healcore.core.step_record import StepRecord
 from healcore.events.metrics import COMPARED
 from healcore.history.run_history import changes_made
-from healcore.runtime.driver import Engines
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
@@ -50,13 +49,13 @@ class RunMetrics:
         self._last: dict[str, StepRecord] = {}
         """Engine -> its newest record."""
 
-    def read(self, engines: Engines) -> None:
+    def read(self) -> None:
         """Takes counts and multipliers from the states of the engines, and drops undone steps.
 
-        Args:
-            engines: engine name -> what `Driver.engines` returns for it, after a start or rollback.
+        Called after a start or a rollback. The states are on the host then, and hold values that no
+        record has shown.
         """
-        for name, engine in engines.items():
+        for name, engine in self.run.driver.engines().items():
             state = engine["state"]
             self._scales[name] = state["lr"]["scale"]
             self._counts[name] = {count: int(state["tally"][count]) for count in COUNTS}

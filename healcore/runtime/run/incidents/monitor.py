@@ -6,7 +6,6 @@ reports a fault about which nothing may be decided yet.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -68,8 +67,6 @@ class IncidentMonitor:
         """`Cause` flags of the newest step."""
         self._quiet_steps = int(config.incident.quiet_steps)
         """Steps without an alarm after which an incident is reported as over."""
-        self._reports_all = bool(incident.alert_steps)
-        """Whether every alert is reported, because the policy sets `alert_steps` itself."""
         self._steps_without = incident.alert_steps or self._quiet_steps
         """Steps without a cause after which the cause begins again."""
         self._alerting = Cause(0)
@@ -78,8 +75,10 @@ class IncidentMonitor:
             at_first_step = not rule.sustained and rule.consecutive == 1 and rule.within == 0
             if at_first_step and rule.action & Action.ALERT:
                 self._alerting |= Cause(rule.causes)
-        self._told: Counter[str] = Counter()
-        """An alert, by its incident or its engine -> how often it has occurred."""
+        self._faults: Counter[str] = Counter()
+        """Optimizer and cause -> how often a fault of this kind has begun."""
+        self._alarms: Counter[str] = Counter()
+        """Optimizer and cause -> alarms of the present fault."""
 
     def note_step(self, result: StepResult) -> Trouble | None:
         """Notes one step: counts it, writes its events, and asks for an action.
@@ -152,14 +151,6 @@ class IncidentMonitor:
         until = max((place for place, step in enumerate(later, 1) if step.causes), default=0)
         return [batch for step in later[:until] for batch in step.batches]
 
-    def read_engines(self) -> None:
-        """Sets multipliers and counts from the engines' states, without an event.
-
-        Called after a start or a rollback. The states of the engines are on the host then, and hold
-        values that no record has shown.
-        """
-        self.run.metrics.read(self.run.driver.engines())
-
     # -- events and lines -----------------------------------------------------------------------
 
     def _report_over(self, result: StepResult) -> None:
@@ -167,9 +158,11 @@ class IncidentMonitor:
 
         Its engine has closed it, and `quiet_steps` steps had no alarm.
         """
-        log, newest_first = self.run.log, reversed(self.run.ledger.incidents)
+        log = self.run.log
         # A step has few calls: the incidents are over in their order.
-        for incident in itertools.takewhile(lambda each: not each.reported_over, newest_first):
+        for incident in reversed(self.run.ledger.incidents):
+            if incident.reported_over:
+                break
             if not incident.over or incident.last > result.index - self._quiet_steps:
                 continue
             incident.reported_over = True
@@ -191,71 +184,53 @@ class IncidentMonitor:
     ) -> list[StepRecord]:
         """Writes the events of a step with a cause, and at most one line.
 
-        A step has a line at a cut of the learning rate, and:
-
-        - In the first ten incidents, then in each whose number is a power of two: at the first
-          alarm, then at each power of ten.
-        - Outside of incidents: at the first alarm, then at each power of ten; and at the first ten
-          alerts of each optimizer and cause, then at each power of two.
-
-        An alert is reported once per incident and cause, outside of incidents if the step has a
-        line. Later alarms than `MAX_ALARMS` have an event only with an action or a line.
+        A fault is one cause in one optimizer, until `quiet_steps` steps, or the policy's own
+        `alert_steps`, had no alarm with it. The first ten faults of a kind, then each power of two,
+        have a line and an alert at their first alarm, and a line at each power of ten. A cut of the
+        learning rate has a line too. After `MAX_ALARMS` alarms a fault has events only with an
+        action or a line.
 
         Returns:
-            The records of the step, with the action ALERT where a cause begins.
+            The records of the step, with the action ALERT where an alerted fault begins.
         """
-        rows: list[tuple[StepRecord, Cause]] = []
-        for record in result.records:
-            alert = Cause(record.cause if record.action & Action.ALERT else 0)
-            alert |= self._begins(result.index, record)
-            action = Action(record.action) | (Action.ALERT if alert else 0)
-            rows.append((record._replace(action=action), alert))
-        # With several optimizers, the line is about a cut, then a skip, an alert, any other cause.
-        lead = max(
-            (record for record, _ in rows),
-            key=lambda each: (
-                bool(each.action & Action.CUT_LR),
-                not each.taken,
-                bool(each.action & Action.ALERT),
-                each.cause != 0,
-            ),
-        )
-        has_line = bool(lead.action & Action.CUT_LR) and not self.run.policy.observes
-        number = 0 if incident is None else incident.number
-        for record, alert in rows:
-            for name in names_of(Cause(0) if number else alert):
-                times = self._count(f"{record.engine}/{name}")
-                has_line |= self._reports_all or is_logged(times)
-        alarms = self._count("outside") if incident is None else incident.alarms
-        has_line |= passes_power_of_ten(alarms - 1, alarms) and is_logged(number)
-        for record, alert in rows:
-            if not record.cause:
-                continue
-            is_new = self._count(f"{number}/{alert}") == 1 if number else has_line
-            if alarms <= MAX_ALARMS or has_line or record.action:
-                shown = alert if is_new or self._reports_all else Cause(0)
-                is_lead = has_line and record is lead
-                self._write(result, record, shown, incident, alarms, is_lead=is_lead)
-        return [record for record, _ in rows]
-
-    def _count(self, alert: str) -> int:
-        """Counts an alert, and returns how often it has occurred."""
-        self._told[alert] += 1
-        return self._told[alert]
-
-    def _begins(self, index: int, record: StepRecord) -> Cause:
-        """The causes of a record that begin, and on which a rule alerts.
-
-        A cause begins if `quiet_steps` steps, or the policy's own `alert_steps`, had no alarm with
-        it.
-        """
-        begins, last_alarms = Cause(0), self.run.ledger.last_alarms
-        for name in names_of(record.cause):
-            key = f"{record.engine}/{name}"
-            if index - last_alarms.get(key, -self._steps_without - 1) > self._steps_without:
-                begins |= Cause[name]
-            last_alarms[key] = index
-        return begins & self._alerting
+        records: list[StepRecord] = []
+        last_alarms, lead = self.run.ledger.last_alarms, -1
+        alerts: list[Cause | None] = []
+        for place, record in enumerate(result.records):
+            begins, few, told, has_line = Cause(0), False, False, False
+            for name in names_of(record.cause):
+                fault = f"{record.engine}/{name}"
+                since = result.index - last_alarms.get(fault, -self._steps_without - 1)
+                last_alarms[fault] = result.index
+                if since > self._steps_without:
+                    begins |= Cause[name] & self._alerting
+                    self._faults[fault] += 1
+                    self._alarms[fault] = 0
+                self._alarms[fault] += 1
+                alarms = self._alarms[fault]
+                few |= alarms <= MAX_ALARMS
+                if is_logged(self._faults[fault]):
+                    told = True
+                    has_line |= passes_power_of_ten(alarms - 1, alarms)
+            action = Action(record.action)
+            alert = begins
+            if action & Action.ALERT and not begins:  # a rule about several steps
+                alert = Cause(record.cause)
+            if begins:
+                action |= Action.ALERT
+            if not told:
+                alert = Cause(0)
+            has_line |= bool(alert)
+            has_line |= bool(action & Action.CUT_LR) and not self.run.policy.observes
+            if has_line and (lead < 0 or records[lead].taken):  # a skipped step first
+                lead = place
+            records.append(record._replace(action=action))
+            is_written = record.cause and (few or has_line or action)
+            alerts.append(alert if is_written else None)
+        for place, (record, alert) in enumerate(zip(records, alerts, strict=True)):
+            if alert is not None:
+                self._write(result, record, alert, incident, is_lead=place == lead)
+        return records
 
     def _write(
         self,
@@ -263,7 +238,6 @@ class IncidentMonitor:
         record: StepRecord,
         alert: Cause,
         incident: IncidentRecord | None,
-        alarms: int,
         *,
         is_lead: bool,
     ) -> None:
@@ -271,9 +245,8 @@ class IncidentMonitor:
 
         Collective at the first alarm of an incident.
         """
-        run, observes, of_ranks = self.run, self.run.policy.observes, None
-        log = run.log
-        if incident and alarms == 1 and record.rank_signals is not None and run.ranks.world > 1:
+        run, log, observes, of_ranks = self.run, self.run.log, self.run.policy.observes, None
+        if incident and incident.alarms == 1 and record.rank_signals and run.ranks.world > 1:
             of_ranks = [
                 {"rank": rank, "loss": loss, "grad_norm": norm}
                 for rank, (loss, norm) in enumerate(run.ranks.gather(record.rank_signals))
@@ -284,7 +257,7 @@ class IncidentMonitor:
         why = "the optimizer made NaN or Inf of a finite gradient" if record.by_optimizer else None
         if why and record.lr is not None and not math.isfinite(record.lr):
             why = f"learning rate {record.lr:g}; {why}"
-        scale_before = run.metrics.scale_of(record.engine)
+        is_cut = record.action & Action.CUT_LR
         log.event(
             "alarm",
             step=result.index,
@@ -296,16 +269,16 @@ class IncidentMonitor:
             skips=None if record.taken or observes else run.ledger.skips,
             grad_scale=None if run.policy.engine.per_tensor else record.grad_scale,
             lr=record.lr,
-            lr_scale_before=scale_before if record.action & Action.CUT_LR else None,
+            lr_scale_before=run.metrics.scale_of(record.engine) if is_cut else None,
             lr_scale=record.lr_scale,
             action=record.action,
             readings=record.readings,
             evidence=record.evidence,
             why=why,
             observed=observes,
-            of_ranks=of_ranks,
             batches=[list(batch) for batch in result.batches],
             rows=[batch.rows for batch in result.batches if batch.rows] or None,
+            of_ranks=of_ranks,
             alert=alert or None,
             severity=failures[0].severity if failures else None,
             diagnosis=" ".join(row.diagnosis for row in failures) or None,

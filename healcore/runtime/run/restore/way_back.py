@@ -307,7 +307,7 @@ class WayBack:
         run.witness.continue_from(saved.record.comparisons, saved.step, weights)
         run.holding.hold(envelope, saved.step)
         run.saver.begin_attempt(saved.step)
-        run.monitor.read_engines()
+        run.metrics.read()
 
     # -- a rollback -----------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from tests.healer.step_records import record
 from tests.runtime.run.bare_driver import BareDriver
 from tests.runtime.run.bare_run import bare_run, schedule_of
 
-NAN_ALARM = {"cause": Cause.NONFINITE_LOSS, "why": Why.POLICY, "action": Action.ALERT}
+NAN_ALARM = {"cause": Cause.NONFINITE_LOSS, "why": Why.POLICY}
 """What the record of a step says whose loss is NaN, and which is skipped."""
 IN_INCIDENT = {**NAN_ALARM, "incident": 1, "incident_open": True}
 

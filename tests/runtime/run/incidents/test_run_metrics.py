@@ -1,5 +1,7 @@
 """The learning rates in force."""
 
+from typing import Any
+
 import pytest
 
 from healcore.events import Log
@@ -14,6 +16,9 @@ STATE = {"step": 0, "lr": {"scale": 0.5}, "tally": dict.fromkeys(COUNTS, 0)}
 
 
 class DriverWithRate(BareDriver):
+    def engines(self) -> dict[str, dict[str, Any]]:
+        return {"model": {"state": STATE}}
+
     def learning_rates(self, engines: Engines | None = None) -> dict[str, float | None]:
         return {"model": 0.1, "other": None}
 
@@ -24,7 +29,7 @@ def metrics_of_run() -> RunMetrics:
 
 
 def test_the_rates_in_force_have_the_multiplier_of_the_engines(metrics_of_run):
-    metrics_of_run.read({"model": {"state": STATE}})
+    metrics_of_run.read()
     assert metrics_of_run.lr_scale == 0.5
     assert metrics_of_run.rates_in_force() == {"model": 0.05}
     metrics_of_run.add([record(lr_scale=0.5, lr=0.2, engine="model")])
