@@ -139,6 +139,11 @@ class Incident:
         return tuple(dict.fromkeys(skipped))  # two rollbacks may skip the same batch
 
     @property
+    def last_kind(self) -> str:
+        """Kind of the last response, or empty."""
+        return self.responses[-1].kind if self.responses else ""
+
+    @property
     def rolled_back(self) -> bool:
         """Whether a rollback was carried out, or only ordered if the mode is not HEAL.
 
@@ -154,12 +159,11 @@ class Incident:
         """Step of the last alarm or order."""
         return self.step if self.last_step is None else self.last_step
 
-    def add(self, event: EventRecord, actions: Sequence[str]) -> None:
+    def add(self, event: EventRecord) -> None:
         """Adds an alarm of the incident, or an event of the response to it.
 
         Args:
             event: an alarm, or a rollback, a stop, a declined order, or a hook.
-            actions: names of its actions, such as "ROLLBACK".
         """
         if event.kind == "alarm":
             self.step = max(self.step, event.step or 0)
@@ -167,9 +171,9 @@ class Incident:
             self.cause = tuple(dict.fromkeys((*self.cause, *(event.cause or ()))))
             self.alarms += 1
             self.skipped += bool(event.skip)
+            self.action = tuple(dict.fromkeys((*self.action, *(event.action or ()))))
         else:
             self.responses.append(event)
-        self.action = tuple(dict.fromkeys((*self.action, *actions)))
         before, after = event.lr_scale_before, event.lr_scale
         if before is not None and after is not None and after != (self.lr_path or (before,))[-1]:
             self.lr_path = (*(self.lr_path or (before,)), after)
@@ -193,26 +197,22 @@ def incidents_of(events: Iterable[EventRecord]) -> list[Incident]:
                 if current is None or current.number != event.incident:
                     current = Incident(event.incident, step, step, first=event)
                     found.append(current)
-                current.add(event, event.action or ())
+                current.add(event)
             case "rollback":
                 onset = step if event.onset is None else event.onset
                 if not found or found[-1].onset_step != onset:
                     # Better weights or a hook: a rollback without an incident.
                     found.append(Incident(0, onset, max(onset, step), tuple(event.cause or ())))
-                found[-1].add(event, ["ROLLBACK"])
+                found[-1].add(event)
                 current = None
             case "start" | "resume":
                 current = None
-            case "assessment" if current is not None and event.verdict == "unknown":
-                # A policy may order the same at each step.
-                if not current.responses or current.responses[-1].kind != "assessment":
-                    current.add(event, ())
-            case "hook" if current is not None and current.step == step:
-                overridden = event.ordered or ()
-                current.action = tuple(each for each in current.action if each not in overridden)
-                current.add(event, event.action or ())
+            case "assessment" | "hook" if current is not None:
+                # A policy may order the same at each step, and is answered the same.
+                if event.verdict in (None, "unknown") and current.last_kind != event.kind:
+                    current.add(event)
             case "stop" if found:
-                found[-1].add(event, ["STOP"])
+                found[-1].add(event)
     return found
 
 
@@ -302,8 +302,8 @@ class RunHistory:
     """All attempts, oldest first."""
     malformed: list[tuple[EventRecord, list[str]]] = field(default_factory=list)
     """Events with fields of the wrong type, and the names of these fields."""
-    checkpoints: dict[int, bool] = field(default_factory=dict)
-    """Step of each checkpoint that is not abandoned -> whether it is known-good."""
+    saved: list[int] = field(default_factory=list)
+    """Steps of the checkpoints in the store of the last process, without abandoned ones."""
     step: int | None = None
     """Steps done."""
     lost: int = 0
@@ -338,15 +338,14 @@ class RunHistory:
         match event.kind:
             case "start":
                 if self.start is not None and self.start.store != event.store:
-                    self.checkpoints.clear()
+                    self.saved.clear()
                 process.start = event
             case "save" | "good":  # a healthy run writes them again and again
-                self.checkpoints[step] = event.kind == "good"
+                if event.kind == "save":
+                    self.saved.append(step)
                 return event
-            case "save_failed":
-                self.checkpoints.pop(step, None)
-            case "damaged" if not event.other_copy and step in self.checkpoints:
-                self.checkpoints[step] = False
+            case "save_failed" if step in self.saved:
+                self.saved.remove(step)
             case "resume":
                 self._forget_from(step)
                 self.attempts[-1] = self.attempts[-1]._replace(first_step=step, origin="resume")
@@ -359,9 +358,7 @@ class RunHistory:
             case "end":
                 process.end = event
         if event.kind in ("rollback", "resume"):  # later checkpoints are abandoned
-            self.checkpoints = {at: good for at, good in self.checkpoints.items() if at <= step}
-        if event.last_good is not None:
-            self.checkpoints[event.last_good] = True
+            self.saved = [each for each in self.saved if each <= step]
         self.events.append(event)
         return event
 
@@ -403,11 +400,6 @@ class RunHistory:
     def observes(self) -> bool:
         """Whether the policy only observes."""
         return self.start is not None and self.start.mode == "observe"
-
-    @property
-    def last_good(self) -> int | None:
-        """Step of the newest known-good checkpoint, or None."""
-        return max((step for step, good in self.checkpoints.items() if good), default=None)
 
     @property
     def incidents(self) -> list[Incident]:

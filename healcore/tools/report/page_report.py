@@ -164,7 +164,7 @@ def response_text(incident: Incident) -> str:
         return "; ".join([_would_text(incident), *responses])
     if incident.skipped and not incident.rolled_back:
         responses.insert(0, f"skipped {skipped_text(incident)}")
-    if not incident.rolled_back and "STOP" not in incident.action:
+    if not incident.rolled_back and incident.last_kind != "stop":
         responses.append("training continued")
     return "; ".join(responses)
 

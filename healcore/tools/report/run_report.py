@@ -230,7 +230,7 @@ def _read_postmortem(events: Path, process: str) -> tuple[dict[str, Any], str]:
 def _facts(history: RunHistory, state: Ending, written: dict[str, Any]) -> dict[str, str]:
     """Lists the facts of a run for its page, without unknown values.
 
-    The postmortem `written` has the step, and a known-good checkpoint whose event is lost.
+    The postmortem `written` has the step and the known-good checkpoint.
     """
     start = history.start or EventRecord()
     versions = start.environment or {}
@@ -247,9 +247,6 @@ def _facts(history: RunHistory, state: Ending, written: dict[str, Any]) -> dict[
     for event in history.of("fault")[-MAX_LINES:]:
         faults.append(f"step {event.step}: {sentence(event).removeprefix('fault: ')}")
     framework = (start.framework, versions.get(start.framework or ""))
-    last_good = history.last_good
-    if last_good is None:
-        last_good = written.get("last_good")
     settings: list[str] = []
     for name, value in (start.settings or {}).items():
         if name != "policy":
@@ -272,7 +269,7 @@ def _facts(history: RunHistory, state: Ending, written: dict[str, Any]) -> dict[
         "Faults": "; ".join(faults),
         "Step at the end": step_at_end,
         "Steps not repeated": lost or None,
-        "Last known-good": last_good,
+        "Last known-good": written.get("last_good"),
         "Settings": ", ".join(settings),
         "Saved every": saved_every,
         "Checkpoints": start.store,

@@ -14,13 +14,11 @@ from healcore.errors import IncompleteRun
 from healcore.events import Log
 from healcore.events.kinds import flags_text
 from healcore.events.models import Ending
-from healcore.history import RunHistory, runs_of
 from healcore.runtime.reporting import postmortem
 from healcore.runtime.reporting.diagnosis import RunOutcome, advice, explain, last_line
 from healcore.runtime.reporting.postmortem import path_for
 from tests.events.sample_events import SAMPLES
-from tests.history.test_run_history import START, run_of
-from tests.history.test_run_history import events as events_of
+from tests.history.test_run_history import run_of
 from tests.runtime.store.disk_faults import read_only, small_disk
 
 # -- the diagnosis for every cause and ending -----------------------------------------------------
@@ -208,19 +206,3 @@ def test_the_next_start_says_how_far_the_killed_run_came(tmp_path, capsys):
         pass
     line = capsys.readouterr().err.splitlines()[0]
     assert line.endswith("the previous run was killed after step 350 or later")
-
-
-def processes(*happened: tuple[Any, ...]) -> RunHistory:
-    """The last run of some processes, whose events follow each other."""
-    each = {str(number): events_of(*of, run=str(number)) for number, of in enumerate(happened)}
-    return runs_of(each)[-1]
-
-
-def test_the_last_good_checkpoint_is_of_the_last_store():
-    resumed = ("start", None, {"mode": "heal", "store": "there", "resumes": True})
-    other = ("start", None, {"mode": "heal", "store": "elsewhere", "resumes": True})
-    first = (START, ("good", 300, {}), ("good", 400, {}))
-    same = processes(first, (resumed, ("damaged", 400, {"problem": "a bit"})))
-    assert (same.last_good, same.of("damaged")[0].step) == (300, 400)
-    assert processes(first, (other,)).last_good is None
-    assert processes(first, (other, ("good", 20, {}))).last_good == 20
