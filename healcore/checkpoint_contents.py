@@ -7,7 +7,7 @@ nothing. `healcore.tools.probe` itself reads Orbax, which needs no framework.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,6 +59,17 @@ class Contents(NamedTuple):
     def arrays(self) -> dict[Path, Array]:
         """The leaves that are arrays."""
         return {path: leaf for path, leaf in self.leaves.items() if isinstance(leaf, Array)}
+
+
+def leaves_of(tree: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    """Yields the values in nested containers, with their paths; a dotted key is several keys."""
+    if isinstance(tree, list | tuple):
+        tree = dict(enumerate(tree))
+    if not isinstance(tree, Mapping):
+        yield path or ("tensor",), tree  # the whole file may be one tensor
+        return
+    for key, part in tree.items():
+        yield from leaves_of(part, (*path, *str(key).split(".")))
 
 
 def first_line(error: Exception) -> str:

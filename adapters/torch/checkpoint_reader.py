@@ -12,7 +12,6 @@ import io
 import pickle
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from healcore import regular_file
-from healcore.checkpoint_contents import Array, Contents, Damaged, ProbeError, first_line
+from healcore.checkpoint_contents import Array, Contents, Damaged, ProbeError, first_line, leaves_of
 
 
 def open_file(path: Path) -> Contents:
@@ -136,7 +135,7 @@ def _contents(format_name: str, tree: Any) -> Contents:
     notes: list[str] = []
     # Writers of safetensors sort by size and name, so the order of the model is lost.
     in_order = format_name != "safetensors"
-    for path, leaf in _leaves(tree, ()):
+    for path, leaf in leaves_of(tree, ()):
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fc":
             leaf = torch.from_numpy(leaf)
         if isinstance(leaf, Tensor):
@@ -153,20 +152,6 @@ def _contents(format_name: str, tree: Any) -> Contents:
         elif isinstance(leaf, (bool, int, float, str, type(None))):
             leaves[path] = leaf
     return Contents(format_name, leaves, tuple(notes))
-
-
-def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The values in nested containers, with their paths, in which a dotted key is several keys."""
-    parts: Iterable[tuple[Any, Any]]
-    if isinstance(tree, Mapping):
-        parts = tree.items()
-    elif isinstance(tree, list | tuple):
-        parts = enumerate(tree)
-    else:
-        yield path or ("tensor",), tree  # the whole file may be one tensor
-        return
-    for key, part in parts:
-        yield from _leaves(part, (*path, *str(key).split(".")))
 
 
 def _flat(tensor: Tensor) -> np.ndarray:

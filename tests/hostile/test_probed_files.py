@@ -4,7 +4,6 @@ import json
 import os
 import pickle
 import resource
-import time
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +11,9 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from healcore.tools.probe import checkpoint_files
 from healcore.tools.probe.checkpoint import probe_checkpoint
 from healcore.tools.probe.checkpoint_files import open_contents, probe_paths
-from healcore.tools.probe.checks import CheckpointInputs, ProbeResult
+from healcore.tools.probe.checks import CheckpointInputs, Report
 from tests.hostile import reader
 from tests.hostile.pickles import BEGIN, END, called, dcp, named, text, torch_file
 
@@ -97,20 +95,6 @@ def test_containers_that_several_groups_share_are_in_each_place(tmp_path):
     ]
 
 
-@pytest.mark.slow
-def test_a_reader_that_waits_is_ended(tmp_path, monkeypatch):
-    """As a file on a disk of the network that does not answer: it uses no processor time."""
-    code = "import healcore.tools.probe.checkpoint_files as f; f._WALL_TIME = 0.02; f.serve()"
-    monkeypatch.setattr(checkpoint_files, "_START", code)
-    (result,) = probe_paths("checkpoint", waits, [tmp_path], CheckpointInputs())
-    assert "longer than its limit of wall time" in result.checks[0].message
-
-
-def waits(path: Path, inputs: CheckpointInputs) -> ProbeResult:
-    time.sleep(60)
-    raise AssertionError
-
-
 def orbax(folder: Path, name: str = "w", **zarray: object) -> Path:
     """An item of one zarr array of ones, as Orbax writes it without OCDBT."""
     (folder / "w").mkdir(parents=True)
@@ -162,7 +146,7 @@ def killed(path, inputs):
         resource.setrlimit(resource.RLIMIT_CPU, (1, 1))
     while path.name == "endless":
         pass
-    return ProbeResult(path.name, str(path), (), {"limits": limits})
+    return Report(path.name, str(path), (), {"limits": limits})
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The checks of a probe: the inputs, which have the bounds, the verdicts, and the result.
+"""The inputs of the probes, and `Report`: what a probe says of one subject.
 
 Each field of the inputs is an option of `healcore probe`.
 """
@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import enum
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from healcore.checkpoint_contents import Damaged, ProbeError, first_line
 from healcore.core.errors import HealcoreError
 from healcore.events.log import to_json
 
-EVENT_SIGMAS = 5.0
-MAD_TO_SIGMA = 1.4826
-"""Standard deviation of Gaussian noise divided by its median absolute deviation."""
 LossCheck = Literal[
-    "finite", "final_loss", "progress", "convergence_ratio", "regret", "smoothness",
-    "instability_events", "gradient_norm", "zero_loss",
+    "finite", "logged", "grad_norm", "zero_loss", "final_loss", "progress", "convergence_ratio",
+    "regret", "smoothness", "instability_events",
 ]  # fmt: skip
 
 
@@ -29,16 +28,17 @@ def _option(default: Any, description: str, **bounds: float) -> Any:
     return Field(default=default, description=description, **bounds)  # type: ignore[call-overload]
 
 
-class _Inputs(BaseModel):
+class Inputs(BaseModel):
+    """Inputs of a probe: the bounds of its checks."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class LossInputs(_Inputs):
+class LossInputs(Inputs):
     """Inputs of the loss probe. The defaults pass healthy runs with any noise.
 
-    Each field is an option of `healcore probe loss`, and its description is the help of the option.
-    The weights have too many keys for options, so they are a table of the file in `--spec`. No
-    bound has the unit of the loss, except `max_final_loss`, which is off by default.
+    No bound has the unit of the loss, except `max_final_loss`, which is off by default. The weights
+    have too many keys for options, so they are a table of the file in `--spec`.
     """
 
     min_steps: int = _option(10, "A curve with fewer finite values is not judged.", ge=4)
@@ -55,15 +55,12 @@ class LossInputs(_Inputs):
     warn_regret: float = _option(0.1, "WARN if a larger fraction of the improvement is lost.", ge=0)
     fail_regret: float = _option(0.5, "FAIL if a larger fraction is lost.", ge=0)
     event_sigmas: float = _option(
-        EVENT_SIGMAS, "Smallest height of an instability event, in noise units.", gt=0
+        5.5, "Smallest height of an instability event, in units of the noise.", gt=0
     )
     rolling_window: int = _option(
         36, "Number of values from which level and noise are learnt.", ge=4, le=1000
     )
     max_events: int = _option(0, "WARN if there are more events.", ge=0)
-    max_jumps: int | None = _option(
-        None, "WARN if more single values are that high; no bound by default.", ge=0
-    )
     # A curve that ends in NaN or Inf always fails.
     max_nonfinite: int = _option(0, "WARN if more values are NaN or Inf.", ge=0)
     weights: dict[LossCheck, Annotated[float, Field(ge=0)]] = _option(
@@ -71,12 +68,12 @@ class LossInputs(_Inputs):
     )
 
 
-class OptimizerInputs(_Inputs):
+class OptimizerInputs(Inputs):
     """Inputs of the optimizer probe.
 
-    Each field is an option of `healcore probe optimizer`. The layers of a model are judged against
-    similar layers of the same model, so that no bound depends on the scale of the gradients. A
-    young optimizer is not judged, because its averages are still single gradients.
+    The layers of a model are judged against similar layers of the same model, so that no bound
+    depends on the scale of the gradients. A young optimizer is not judged, because its averages are
+    still single gradients.
     """
 
     step: int | None = _option(
@@ -108,28 +105,26 @@ class OptimizerInputs(_Inputs):
     top: int = _option(3, "Number of layers to list.", ge=1)
 
 
-class CheckpointInputs(_Inputs):
+class CheckpointInputs(Inputs):
     """Inputs of the checkpoint probe.
 
-    Each field is an option of `healcore probe checkpoint`. A checkpoint is known-good if the steps
-    after its save were healthy, which only a store of healcore records. By default a checkpoint of
-    any format passes if it is complete and finite.
+    A checkpoint is known-good if the steps after its save were healthy, which only a store of
+    healcore records. By default a checkpoint of any format passes if it is complete and finite.
     """
 
     step: int | None = _option(None, "Only this checkpoint of a store.", ge=0)
-    # Patterns such as `model.*.mask`.
-    nonfinite_ok: tuple[str, ...] = _option(
-        (), "Name or pattern of arrays that may hold NaN and Inf; may be repeated."
+    nonfinite_ok: list[str] = _option(
+        [], "Name or pattern of arrays that may hold NaN and Inf; may be repeated."
     )
-    # FAIL without a known-good checkpoint; SKIP if the format does not record it.
-    require_good: bool = _option(False, "Pass only with a known-good checkpoint.")
+    require_good: bool = _option(
+        False, "Pass only with a known-good checkpoint; SKIP if the format does not record it."
+    )
 
 
-class ProbeVerdict(enum.Enum):
-    """Verdict of one check or of a whole probe, from the least severe.
+class Verdict(enum.Enum):
+    """Verdict of a check, a report or a command, from the least severe.
 
-    A probe has the most severe verdict of its checks, and a command the most severe verdict of its
-    subjects.
+    A report has the most severe verdict of its checks, and a command that of its reports.
     """
 
     PASS = "PASS"
@@ -149,169 +144,132 @@ class ProbeVerdict(enum.Enum):
         return {"PASS": 0, "WARN": 1, "FAIL": 2}.get(self.name, 3)
 
 
-PASS, SKIP, WARN, ERROR, FAIL = ProbeVerdict
+PASS, SKIP, WARN, ERROR, FAIL = Verdict
 _CLOSENESS = {PASS: 1.0, WARN: 0.5, FAIL: 0.0}
 
 
 class Check(NamedTuple):
     """One check and its verdict.
 
-    For example "final_loss" with the verdict FAIL, the value 3.1 and the bound 2.9. A program reads
-    `value` and `bound` from the JSON document, a person reads `message`.
+    A program reads `value` from the JSON document, a person reads `message`.
     """
 
     name: str
     """Name of the check, as in the JSON document."""
-    verdict: ProbeVerdict
-    """PASS, SKIP, WARN, ERROR or FAIL."""
+    verdict: Verdict
     message: str
-    """A sentence with the value and the bound."""
+    """A sentence with the value."""
     value: Any = None
-    """The measured value, or None without a value."""
-    bound: Any = None
-    """Bound of `value`, or None for no bound."""
-    decides: bool = True
-    """Whether the check counts for the overall verdict; optional checks without a value do not."""
+    """The measured value, which the inputs bound, or None without a value."""
 
 
-class ProbeResult(NamedTuple):
-    """Result of one probe for one subject: its checks, and what was measured.
+class Report(NamedTuple):
+    """What was found out about one subject. `healcore probe --json` prints the fields."""
 
-    `healcore probe --json` prints the fields of a result, and its verdict. An exception of a probe
-    becomes a result too (`run_probe`), so that one damaged file does not hide the other results.
-    """
-
-    probe: str
-    """"loss", "optimizer" or "checkpoint"."""
+    name: str
+    """What was judged, and how: "loss", "optimizer" or "checkpoint"."""
     subject: str
     """Path of the checkpoint, or name of the trace."""
     checks: tuple[Check, ...]
-    """All checks, in the order of the probe."""
     facts: Mapping[str, Any] = {}
     """Measured values by name, for programs that read the JSON document."""
     notes: tuple[str, ...] = ()
     """Remarks on how the subject was read and measured."""
+    score: float | None = None
+    """From 0 to 1, or None without a verdict."""
 
     @property
-    def verdict(self) -> ProbeVerdict:
-        """The most severe verdict of the checks that count.
-
-        A check with `decides=False` is optional, such as the comparison of parameters in a network
-        with three parameters. Its SKIP must not hide the PASS of the other checks.
-        """
-        return worst(check.verdict for check in self.checks if check.decides)
+    def verdict(self) -> Verdict:
+        """The most severe verdict of the checks."""
+        return worst(check.verdict for check in self.checks)
 
 
 class NothingToProbe(ProbeError):
-    """The subject can be read but has nothing to judge.
-
-    For example, the trace logs no loss. The result has the verdict SKIP instead of ERROR, because
-    the subject is not damaged: another option or another file is needed.
-    """
+    """The subject can be read but has nothing to judge: SKIP instead of ERROR."""
 
 
-def worst(verdicts: Iterable[ProbeVerdict]) -> ProbeVerdict:
-    """Finds the most severe verdict.
-
-    Args:
-        verdicts: verdicts of checks or of subjects.
-
-    Returns:
-        The first of FAIL, ERROR, WARN, SKIP, PASS among the verdicts, or SKIP without verdicts.
-    """
-    return max(verdicts, key=list(ProbeVerdict).index, default=SKIP)
+def worst(verdicts: Iterable[Verdict]) -> Verdict:
+    """The first of FAIL, ERROR, WARN, SKIP, PASS among the verdicts, or SKIP without verdicts."""
+    return max(verdicts, key=list(Verdict).index, default=SKIP)
 
 
-def run_probe(
-    probe: str, subject: str, judge: Callable[..., ProbeResult], *arguments: Any
-) -> ProbeResult:
-    """Calls a probe. Damaged files can raise any exception, and each exception becomes a result.
+def check(name: str, value: Any, warn: object, fail: object, message: str) -> Check:
+    """Makes a check: FAIL if `fail` holds, else WARN if `warn` holds, else PASS."""
+    verdict = PASS
+    if fail:
+        verdict = FAIL
+    elif warn:
+        verdict = WARN
+    return Check(name, verdict, message, value)
+
+
+def run_probe(name: str, subject: str, judge: Callable[..., Report], *arguments: Any) -> Report:
+    """Calls a probe. Damaged files can raise any exception, and each exception becomes a report.
 
     Args:
-        probe: name of the probe.
+        name: name of the probe.
         subject: path of the checkpoint, or name of the trace.
         judge: a function that judges the subject, such as `probe_loss`.
         *arguments: arguments of `judge`.
 
     Returns:
-        The result of `judge`. After an exception, a result with the only check "readable": SKIP if
+        The result of `judge`. After an exception, a report with the only check "readable": SKIP if
         there is nothing to judge, FAIL if the subject is damaged, and ERROR otherwise.
     """
-    verdict = ERROR
     try:
         return judge(*arguments)
-    except (HealcoreError, OSError) as error:
-        if type(error) is NothingToProbe:
-            verdict = SKIP
-        elif type(error) is Damaged:
-            verdict = FAIL
-        message = str(error)
-    except MemoryError:
-        message = "it needs more memory than its limit"
     except Exception as error:
-        message = f"{type(error).__name__}: {first_line(error)}"
+        verdict = {NothingToProbe: SKIP, Damaged: FAIL}.get(type(error), ERROR)
+        message = f"it is damaged ({type(error).__name__}: {first_line(error)})"
+        if isinstance(error, (HealcoreError, OSError)):
+            message = str(error)
+        elif isinstance(error, MemoryError):
+            message = "it needs more memory than its limit"
     if subject not in message:
         message = f"{subject} could not be judged: {message}"
-    return ProbeResult(probe, subject, (Check("readable", verdict, message),))
+    return Report(name, subject, (Check("readable", verdict, message),))
 
 
 def score(
-    checks: Sequence[Check],
-    fatal: Sequence[str],
-    weights: Mapping[str, float] = {},
-    upper_bounds: Mapping[str, float] = {},
+    checks: Sequence[Check], most: Mapping[str, float], weights: Mapping[Any, float] = {}
 ) -> float | None:
-    """Computes the score of a subject, from 0 to 1.
-
-    The score is the weighted mean over the checks that count: 1 for PASS, 0.5 for WARN, 0 for FAIL.
+    """Computes the score of a subject: the weighted mean of 1 for PASS, 0.5 for WARN, 0 for FAIL.
 
     Args:
-        checks: the checks of one subject. Only checks with `decides` count.
-        fatal: names of checks. If one of them fails, the score is 0.
+        checks: the checks of one subject.
+        most: name of a check -> largest score of a subject that fails this check.
         weights: weights by name of the check; the default is 1.
-        upper_bounds: name of a check -> largest score of a subject that fails this check.
 
     Returns:
-        The score, or None if a check that counts has no verdict, or no check has a weight.
+        The score from 0 to 1, or None if a check has no verdict, or no check has a weight.
     """
-    counted = [check for check in checks if check.decides]
-    for check in counted:
-        if check.name in fatal and check.verdict is FAIL:
-            return 0.0
-    closeness: list[float] = []
-    importance: list[float] = []
-    limit = 1.0
-    for check in counted:
-        if check.verdict not in _CLOSENESS:
-            return None
-        weight = weights.get(check.name, 1.0)
-        importance.append(weight)
-        closeness.append(_CLOSENESS[check.verdict] * weight)
-        if check.verdict is FAIL:
-            limit = min(limit, upper_bounds.get(check.name, 1.0))
-    total = sum(importance)
-    if not total > 0:
+    limit = min((most.get(each.name, 1.0) for each in checks if each.verdict is FAIL), default=1.0)
+    if not limit:
+        return 0.0
+    importance = [weights.get(each.name, 1.0) for each in checks]
+    closeness = [_CLOSENESS.get(each.verdict, math.nan) for each in checks]
+    if math.isnan(sum(closeness)) or not sum(importance):
         return None
-    return min(sum(closeness) / total, limit)
+    return min(float(np.average(closeness, weights=importance)), limit)
 
 
-def dumps(results: Sequence[ProbeResult], inputs: BaseModel) -> str:
+def dumps(reports: Sequence[Report], inputs: BaseModel) -> str:
     """Writes the document that `--json` prints: strict JSON, without NaN and Infinity.
 
     Args:
-        results: the results of one command.
+        reports: the reports of one command.
         inputs: the inputs of the probe, which the document repeats.
 
     Returns:
         The document. Its key "schema" is the version of the format.
     """
-    verdict = worst(result.verdict for result in results)
+    verdict = worst(report.verdict for report in reports)
     document = {
-        "schema": 1,
+        "schema": 2,
         "verdict": verdict,
         "exit_code": verdict.exit_code,
         "inputs": inputs.model_dump(),
-        "results": [{**result._asdict(), "verdict": result.verdict} for result in results],
+        "results": [{**report._asdict(), "verdict": report.verdict} for report in reports],
     }
     text = json.dumps(to_json(document), indent=2, allow_nan=False, ensure_ascii=False)
     # A lone surrogate in a file name cannot be encoded; JSON writes it as \udc80.

@@ -1,66 +1,107 @@
-"""The optimizer probe: checks by Adam's moments that every layer learns.
+"""The optimizer probe: do all layers learn, by the second moments of Adam?
 
-Layers are compared with each other. Similar parameters have the same name in other layers and the
-same shape. Without names, they have the same place in repeated blocks. A healthy bias has other
-gradients than a healthy embedding.
+A parameter is compared with similar ones: the same parameter of other layers, with the same shape.
+Without similar ones it is compared with all parameters in a coarser unit, because the embedding of
+a healthy network may have 400 times the median.
 
-With three or more similar parameters, log v-hat is compared with their median. The unit is the
-median absolute deviation over all parameters, or over the similar parameters if that is larger.
-Without similar parameters, log v-hat is compared with all parameters in a coarser unit, because the
-embedding of a healthy network may have 400 times the median.
-
-If the moments of many layers rise together, the median is among the risen moments. So if the layers
-form groups, the lowest group is the baseline (`_lowest_group`).
+A torch optimizer state has numbers instead of names, in the order in which the program passed the
+parameters. A name is used only if it is certain, because a wrong name points to the wrong layer.
 """
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from healcore.checkpoint_contents import Contents
+from healcore.checkpoint_contents import Array
 from healcore.console import first_of
 from healcore.tools.probe.checkpoint_files import open_contents
 from healcore.tools.probe.checks import (
     FAIL,
-    MAD_TO_SIGMA,
     PASS,
     SKIP,
-    WARN,
     Check,
     NothingToProbe,
     OptimizerInputs,
-    ProbeResult,
+    Report,
+    check,
     score,
 )
-from healcore.tools.probe.moments import Moments, Shape, Tree, find_moments, name_parameters
 
+Keys = tuple[str, ...]
 _TRAINING_FACTS = ("global_step", "epoch", "best_val_loss", "best_metric", "use_qlora")
 """Numbers and flags that trainers save with a checkpoint."""
-_DAMAGE = ("nonfinite", "negative", "dead")
-"""Kinds of damaged moments."""
+_BETA2 = 0.999
+"""Adam's beta2 if the state does not contain it, as the states of optax."""
+_NUMBER = re.compile(r"\d+")
 _MIN_SIMILAR, _MIN_PARAMETERS = 3, 4
-_MIN_SPREAD = 0.1
-"""Lower bound of the spread of log v-hat among similar parameters, which may hardly differ."""
-_MIN_SPREAD_OF_ALL = 1.5
-"""Lower bound of the spread of log v-hat among all parameters, which differ in kind."""
-_LOG_ROUNDING = math.log(1e-10)
+_LOG_ROUNDING = np.log(1e-10)
 """log v-hat of rounding errors relative to the largest in the layer: 1e-5 of the gradient."""
-_MIN_GAP = math.log(10)
-"""Smallest distance of two groups of layers, because healthy layers differ gradually."""
-_MAX_SCORE_IF_DEAD = 0.3
-"""Largest score of an optimizer whose moments are 0: its layers have not been trained."""
-_RISEN_FRACTION = 0.3
-"""If a larger fraction of the layers is above the lowest group, that group is the baseline."""
+_LEVEL = 0.4
+"""Quantile that is the level of similar parameters. More than half of the layers may rise together,
+and the median would be among them."""
+_LEVEL_TO_SIGMA = 1.9
+"""Standard deviation of Gaussian noise divided by this quantile of the distances from the level."""
+_LEAST_SIMILAR, _LEAST = 0.1, 1.5
+"""Smallest standard deviation of log v-hat among similar parameters, and among all."""
+_MOST = {"step": 0.0, "finite": 0.0, "dead": 0.3}
+"""Largest score of an optimizer that fails a check."""
 
 
-def probe_optimizer(path: Path, inputs: OptimizerInputs) -> ProbeResult:
+@dataclass
+class _Parameter:
+    """One parameter of an optimizer with second moments, and what was measured in its moments."""
+
+    optimizer: Keys
+    """Keys that lead to the optimizer's state."""
+    key: str
+    """Dotted path of the parameter, or its number."""
+    arrays: list[Array]
+    """The second moments, then other moments, which must also be finite."""
+    step: float
+    """Number of updates, NaN if unknown."""
+    beta2: float = _BETA2
+    group: str = ""
+    """Index of its group of parameters."""
+    name: str = ""
+    layer: str = ""
+    kind: tuple[Any, ...] = ()
+    """Equal for the same parameter of similar layers; empty if unknown."""
+    nonfinite: bool = False
+    """Whether any moment is NaN or Inf."""
+    negative: bool = False
+    """Whether a second moment is below 0, as no average of squares can be."""
+    dead: bool = False
+    """Whether every gradient so far was exactly 0."""
+    log: float = -np.inf
+    """Log of v-hat, the bias-corrected mean of the second moments."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.arrays[0].shape
+
+    def measure(self) -> None:
+        """Reads the moments. Only numbers are kept, because a large model fills the memory."""
+        second, *_ = values = [array.read() for array in self.arrays]
+        self.nonfinite = not all(np.isfinite(each).all() for each in values)
+        self.negative = bool((second < 0).any())
+        self.dead = not second.any()
+        # Adam's averages begin at 0. The division makes them comparable at any age (Kingma and Ba,
+        # 2015, section 3).
+        correction = 1.0
+        if self.step > 0:
+            correction = 1 - self.beta2**self.step
+        mean = second[np.isfinite(second)].mean(dtype=np.float64)
+        self.log = float(np.log(mean / correction))
+
+
+def probe_optimizer(path: Path, inputs: OptimizerInputs) -> Report:
     """Runs the probe in the current process, without limits of memory and time.
 
     `healcore probe optimizer` runs it in a child process (`checkpoint_files.probe_paths`), because
@@ -68,8 +109,8 @@ def probe_optimizer(path: Path, inputs: OptimizerInputs) -> ProbeResult:
 
     Args:
         path: a checkpoint with the state of an optimizer: a file of torch, a directory of DCP,
-            Orbax or a trainer, or a store of healcore. The names of the parameters of
-            `optimizer.pt` are read from `model.safetensors` next to it.
+            Orbax or a trainer, or a store of healcore. `optimizer.pt` is read with the files next
+            to it, which have the names of the parameters.
         inputs: the bounds of the checks, the checkpoint of a store, and how many layers to list.
 
     Returns:
@@ -81,310 +122,256 @@ def probe_optimizer(path: Path, inputs: OptimizerInputs) -> ProbeResult:
         ProbeError: the checkpoint does not exist or cannot be read.
         Exception: any exception for a damaged file, see `checks.run_probe`.
     """
-    contents = open_contents(path, inputs.step)
-    weights: list[Contents] = []
-    if path.stem == "optimizer" and path.is_file():
-        for file in sorted(path.parent.glob("*model.safetensors")):
-            weights.append(open_contents(file))
-    tree = Tree(contents, weights)
-    found = find_moments(tree)
-    moments = [each for each in found if each.second.size and "int" not in each.second.dtype]
-    if not moments:
-        why = "; ".join([_no_moments(tree, found), *contents.notes])
-        raise NothingToProbe(f"{path} has no second moments to judge: {why}")
-    training = _training(tree)
-    step = training.get("global_step") if inputs.global_step is None else inputs.global_step
-    name_parameters(tree, moments)
-    for moment in moments:
-        moment.measure(step)
-    age = _step(moments, inputs)
-    checks = [age, _finite(moments, inputs)]
-    compared: list[Deviation] = []
-    noise: set[str] = set()
-    if age.verdict is PASS:
-        judged = [each for each in moments if each.step is None or each.step >= inputs.min_step]
-        noise = _rounding(judged)
-        compared = _deviations(
-            [each for each in judged if not each.negative and each.name not in noise], inputs
-        )
-        checks += [_dead(judged, inputs), _outliers(compared, inputs)]
-    facts = {
+    opened = path
+    if path.name == "optimizer.pt" and path.is_file():
+        opened = path.parent
+    contents = open_contents(opened, inputs.step)
+    leaves = contents.leaves
+    parameters = list(_find_parameters(leaves))
+    if not parameters:
+        why = "; ".join([f"{path} has no exp_avg_sq of torch and no nu of optax", *contents.notes])
+        raise NothingToProbe(why)
+    _set_names(leaves, parameters)
+    training: dict[str, Any] = {}
+    for keys, value in sorted(leaves.items(), key=lambda pair: len(pair[0])):
+        if keys[-1] in _TRAINING_FACTS and isinstance(value, (bool, int, float)):
+            training.setdefault(keys[-1], value)
+    notes = [f"{name} {value}" for name, value in training.items()]
+    global_step = inputs.global_step
+    if global_step is None:
+        global_step = training.get("global_step", np.nan)
+    with np.errstate(all="ignore"):
+        for each in parameters:
+            if np.isnan(each.step):
+                each.step = global_step
+            each.measure()
+    step = max((each.step for each in parameters if not np.isnan(each.step)), default=None)
+    facts: dict[str, Any] = {
         "format": contents.format,
-        "score": score(checks, ("step", "finite"), upper_bounds={"dead": _MAX_SCORE_IF_DEAD}),
-        "parameters": len(moments),
-        "elements": sum(moment.size for moment in moments),
-        "step": max(_known_steps(moments), default=None),
+        "parameters": len(parameters),
+        "step": step,
         "training": training,
-        **{flag: [m.name for m in moments if getattr(m, flag)] for flag in _DAMAGE},
-        "top": _top(compared, inputs),
+        "top": (),
     }
-    notes = [*contents.notes]
-    if training:
-        notes.append(", ".join(f"{name} {value}" for name, value in training.items()))
-    if noise:
-        first = ", ".join(sorted(noise)[:3])
-        notes.append(
-            f"{len(noise)} parameters have only rounding errors as gradients, like a bias before a "
-            f"norm, and are not compared: {first}"
+    for flag in ("nonfinite", "negative", "dead"):
+        facts[flag] = [each.name for each in parameters if getattr(each, flag)]
+    bad = [each.name for each in parameters if each.nonfinite or each.negative]
+    message = f"moments of {len(bad)} parameters are not finite or below 0: {first_of(bad)}"
+    checks = [check("finite", len(bad), bad, len(bad) >= inputs.fail_nonfinite, message)]
+    if step is not None and step >= inputs.min_step:
+        checks.append(Check("step", PASS, f"step {step:g}", step))
+        judged = [each for each in parameters if not each.step < inputs.min_step]
+        dead = [each for each in judged if each.dead]
+        share = len({each.layer for each in dead}) / len({each.layer for each in judged})
+        message = (
+            f"all second moments are 0 in {share:.0%} of the layers: {first_of(facts['dead'])}"
         )
-    return ProbeResult("optimizer", str(path), tuple(checks), facts, tuple(notes))
-
-
-def _training(tree: Tree) -> dict[str, Any]:
-    """The values of `_TRAINING_FACTS` in the checkpoint, each from its shortest path."""
-    values: dict[str, Any] = {}
-    for path, value in sorted(tree.values.items(), key=lambda pair: len(pair[0])):
-        if path and isinstance(value, (bool, int, float)) and not abs(value) > 1e300:
-            values.setdefault(path[-1], value)
-    return {name: values[name] for name in _TRAINING_FACTS if name in values}
-
-
-def _no_moments(tree: Tree, found: Sequence[Moments]) -> str:
-    """Reason why no state can be judged."""
-    if found:
-        kinds = first_of(sorted({state.second.dtype for state in found}))
-        return f"they have no elements, or are integers ({kinds}): quantized moments"
-    names = sorted({path[-1] for path in tree.arrays if "state" in path[:-1]})
-    reason = "it holds no exp_avg_sq of torch, and no mu and nu of optax"
-    if names:
-        reason += f", only {', '.join(names[:8])}"
-    return reason
-
-
-def _known_steps(moments: Sequence[Moments]) -> list[float]:
-    """The numbers of updates, for the parameters that have this number in their state."""
-    return [moment.step for moment in moments if moment.step is not None]
-
-
-class Deviation(NamedTuple):
-    """Comparison of one parameter with similar parameters.
-
-    v-hat is the bias-corrected mean of the second moments, and its square root is a typical
-    gradient of the parameter. An outlier has far larger or smaller gradients than similar layers.
-    `str` gives the sentence for messages.
-    """
-
-    layer: str
-    """Name of the layer."""
-    parameter: str
-    """Name of the parameter in the layer."""
-    gradient_rms: float
-    """Square root of v-hat."""
-    ratio: float
-    """The v-hat of the parameter divided by the v-hat of similar parameters."""
-    sigmas: float
-    """Logarithm of `ratio` in robust standard deviations."""
-    outlier: bool
-    """Whether both `ratio` and `sigmas` exceed their bounds, in either direction."""
-    similar: bool
-    """Whether the parameter has at least two similar parameters."""
-    risen: bool
-    """Whether the layer is in a group of layers above the baseline."""
-
-    def __str__(self) -> str:
-        if self.ratio >= 1:
-            times = f"{self.ratio:.3g} times"
-        else:
-            times = f"1/{1 / self.ratio:.3g} of"
-        return f"{times} the second moment of similar parameters ({self.sigmas:+.1f} sigma)"
-
-
-def _rounding(moments: Iterable[Moments]) -> set[str]:
-    """Names the parameters whose gradients are rounding errors, such as a bias before a norm."""
-    logs = _logs(moments)
-    largest: dict[str, float] = {}
-    for moment, log in logs:
-        largest[moment.layer] = max(log, largest.get(moment.layer, log))
-    return {each.name for each, log in logs if log - largest[each.layer] < _LOG_ROUNDING}
-
-
-def _deviations(moments: Iterable[Moments], inputs: OptimizerInputs) -> list[Deviation]:
-    """Compares parameters that are not dead; returns an empty list for fewer than four."""
-    logs = _logs(moments)
-    if len(logs) < _MIN_PARAMETERS:
-        return []
-    members: dict[tuple[str, Shape], list[tuple[str, float]]] = defaultdict(list)
-    for moment, log in logs:
-        members[moment.kind].append((moment.layer, log))
-    all_logs = np.array([log for _, log in logs])
-    centre = float(np.median(all_logs))
-    spread_of_all = _spread(all_logs - centre, _MIN_SPREAD_OF_ALL)
-    levels: dict[tuple[str, Shape], tuple[float, set[str], np.ndarray]] = {}
-    for kind, similar in members.items():
-        if len(similar) < _MIN_SIMILAR:
-            continue
-        if kind[0]:
-            baseline = _lowest_group(similar)
-        else:
-            # Parameters without a name or a place may be of any layer, which has no level.
-            baseline = {layer for layer, _ in similar}
-        own = np.array([log for layer, log in similar if layer in baseline])
-        level = float(np.median(own))
-        levels[kind] = level, baseline, own - level
-    spread_within = _MIN_SPREAD
-    if levels:
-        residuals = [residual for _, _, residual in levels.values()]
-        spread_within = _spread(np.concatenate(residuals), _MIN_SPREAD)
-    spreads: dict[tuple[str, Shape], float] = {}
-    for kind, (*_, residual) in levels.items():
-        # Some parameters vary more between layers than others (the first bias of a block).
-        # Parameters that share only their shape may have different roles, as in an adapter.
-        least = spread_of_all
-        if kind[0]:
-            least = spread_within
-        spreads[kind] = _spread(residual, least)
-    compared: list[Deviation] = []
-    for moment, log in logs:
-        level, baseline, _ = levels.get(moment.kind, (centre, {moment.layer}, None))
-        distance = log - level
-        sigmas = distance / spreads.get(moment.kind, spread_of_all)
-        far = abs(distance) > math.log(inputs.outlier_ratio)
-        compared.append(
-            Deviation(
-                moment.layer,
-                moment.name,
-                gradient_rms=math.exp(log / 2),
-                ratio=math.exp(min(distance, 700.0)),
-                sigmas=sigmas,
-                outlier=far and abs(sigmas) > inputs.outlier_sigmas,
-                similar=moment.kind in levels,
-                risen=moment.layer not in baseline and distance > 0,
+        fail = share > inputs.fail_dead or len(dead) == len(judged)
+        checks.append(check("dead", share, dead, fail, message))
+        levels = [each for each in judged if np.isfinite(each.log) and not each.negative]
+        largest = {each.layer: each.log for each in sorted(levels, key=lambda each: each.log)}
+        usual = [each for each in levels if each.log - largest[each.layer] > _LOG_ROUNDING]
+        if len(usual) < len(levels):
+            notes.append(
+                f"{len(levels) - len(usual)} parameters have only rounding errors as gradients, "
+                "like a bias before a norm, and are not compared"
             )
-        )
-    return compared
+        if len(usual) >= _MIN_PARAMETERS:
+            rows = _compare(usual, inputs)
+            facts["top"] = rows[: inputs.top]
+            far = [row["parameter"] for row in rows if row["outlier"]]
+            share = len(far) / len(rows)
+            message = f"{len(far)} of {len(rows)} layers: {first_of(far)}"
+            checks.append(check("outliers", share, far, share > inputs.fail_outliers, message))
+    else:
+        verdict = SKIP
+        if inputs.fail_young:
+            verdict = FAIL
+        message = f"step {step}: not judged before step {inputs.min_step}; pass --global-step"
+        checks.insert(0, Check("step", verdict, f"{message} if the state lacks it", step))
+    total = score(checks, _MOST)
+    return Report("optimizer", str(path), tuple(checks), facts, (*contents.notes, *notes), total)
 
 
-def _logs(moments: Iterable[Moments]) -> list[tuple[Moments, float]]:
-    """Pairs moments with log v-hat, without moments whose mean is not positive."""
-    return [(each, log) for each in moments if (log := each.log_v_hat) is not None]
+def _compare(parameters: Sequence[_Parameter], inputs: OptimizerInputs) -> list[dict[str, Any]]:
+    """Compares parameters, and returns the farthest parameter of each layer, outliers first."""
+    logs = np.array([each.log for each in parameters])
+    distance = logs - np.median(logs)
+    unit = np.full(len(logs), max(_spread(distance), _LEAST))
+    kinds: dict[tuple[Any, ...], list[int]] = {}
+    for at, each in enumerate(parameters):
+        if each.kind:
+            kinds.setdefault(each.kind, []).append(at)
+    similar = [members for members in kinds.values() if len(members) >= _MIN_SIMILAR]
+    for members in similar:
+        distance[members] = logs[members] - np.quantile(logs[members], _LEVEL)
+    for members in similar:
+        # Some parameters vary more between layers than others (the first bias of a block).
+        spreads = _spread(distance[members]), _spread(distance[np.concatenate(similar)])
+        unit[members] = max(*spreads, _LEAST_SIMILAR)
+    sigmas = distance / unit
+    far = (abs(sigmas) > inputs.outlier_sigmas) & (abs(distance) > np.log(inputs.outlier_ratio))
+    rows: dict[str, dict[str, Any]] = {}
+    for at in np.lexsort((-abs(sigmas), ~far)).tolist():
+        row = {
+            "layer": parameters[at].layer,
+            "parameter": parameters[at].name,
+            "ratio": float(np.exp(distance[at])),
+            "sigmas": float(sigmas[at]),
+            "outlier": bool(far[at]),
+        }
+        rows.setdefault(parameters[at].layer, row)
+    return list(rows.values())
 
 
-def _lowest_group(layer_logs: Iterable[tuple[str, float]]) -> set[str]:
-    """The layers of the lowest group, or all layers if few layers are above that group.
+def _spread(distances: np.ndarray) -> float:
+    """The robust standard deviation of values, from their distances to their level."""
+    return _LEVEL_TO_SIGMA * float(np.quantile(abs(distances), _LEVEL))
 
-    A group has at least two layers, and a gap of `_MIN_GAP` separates it from the next group.
 
-        log v-hat   -14.2 -14.0 -13.9          -9.1 -9.0 -8.8
-                    |-- lowest group --|  gap  |-- risen ---|
+# -- where the moments are, and of which parameter -------------------------------------------------
 
-    If most layers have risen, the median of all layers is among the risen layers, and the layers
-    that did not rise would look like outliers.
+
+def _find_parameters(leaves: Mapping[Keys, Any]) -> Iterator[_Parameter]:
+    """Yields the parameters of Adam-like optimizers in a checkpoint.
+
+    OPTIMIZER.state.PARAMETER.exp_avg_sq    torch; bitsandbytes has "state2"
+    OPTIMIZER.nu.PARAMETER                  optax, with "mu" of the same structure
     """
-    logs: dict[str, list[float]] = defaultdict(list)
-    for layer, log in layer_logs:
-        logs[layer].append(log)
-    levels = sorted((float(np.median(values)), layer) for layer, values in logs.items())
-    parts = [levels[:1]]  # the layers between two gaps
-    for before, level in pairwise(levels):
-        if level[0] - before[0] > _MIN_GAP:
-            parts.append([])
-        parts[-1].append(level)
-    groups = [part for part in parts if len(part) > 1]
-    has_risen = sum(map(len, groups[1:])) > _RISEN_FRACTION * len(levels)
-    return {layer for _, layer in (groups[0] if has_risen else levels)}
+    places: dict[tuple[Keys, str], Keys] = {}
+    for path, value in leaves.items():
+        if path[-4:-3] == ("param_groups",) and path[-2] == "params":
+            places[path[:-4], str(value)] = path[-3:]
+    for path, array in leaves.items():
+        if not isinstance(array, Array) or "float" not in array.dtype or not array.size:
+            continue  # the 8-bit states of bitsandbytes are integers
+        if path[-1] in ("exp_avg_sq", "state2") and "state" in path:
+            state = path[:-1]
+            at = len(path) - 1 - path[::-1].index("state")
+            optimizer, key = path[:at], ".".join(state[at + 1 :])
+            group, _, place = places.get((optimizer, key), (key, "", ""))
+            settings = (*optimizer, "param_groups", *group.split("."))
+            others = [(*state, name) for name in ("exp_avg", "max_exp_avg_sq", "state1")]
+            name = leaves.get((*settings, "param_names", place), "")
+            if not key.isdecimal():
+                name = key
+            beta2 = _number(leaves, _BETA2, (*settings, "betas", "1"))
+            step = _number(leaves, np.nan, (*state, "step"), (*settings, "step"))
+        elif "nu" in path:
+            at = path.index("nu")
+            optimizer, parameter = path[:at], path[at + 1 :]
+            name = key = ".".join(parameter).removesuffix(".value")  # of flax.nnx
+            others = [(*optimizer, slot, *parameter) for slot in ("mu", "nu_max")]
+            if others[0] not in leaves:
+                continue
+            group, beta2 = "", _BETA2
+            step = _number(leaves, np.nan, (*optimizer, "count"), (*optimizer, "count", "value"))
+        else:
+            continue
+        arrays = [array, *(leaves[other] for other in others if other in leaves)]
+        yield _Parameter(optimizer, key, arrays, step, beta2, group, name)
 
 
-def _spread(values: Sequence[float] | np.ndarray, least: float) -> float:
-    """The robust standard deviation of values around 0, at least `least`."""
-    return max(MAD_TO_SIGMA * float(np.median(np.abs(values))), least)
+def _number(leaves: Mapping[Keys, Any], default: float, *paths: Keys) -> float:
+    """The first of some paths that has a number, or an array of one element."""
+    for path in paths:
+        value = leaves.get(path)
+        if isinstance(value, Array) and value.size == 1:
+            value = value.read()[0]
+        if isinstance(value, (int, float, np.number)):
+            return float(value)
+    return default
 
 
-def _top(compared: Sequence[Deviation], inputs: OptimizerInputs) -> list[dict[str, Any]]:
-    """The layers with the largest deviations, outliers first."""
-    farthest: dict[str, Deviation] = {}
-    for each in sorted(compared, key=lambda each: (not each.outlier, -abs(each.sigmas))):
-        farthest.setdefault(each.layer, each)
-    return [each._asdict() for each in [*farthest.values()][: inputs.top]]
+def _set_names(leaves: Mapping[Keys, Any], parameters: Sequence[_Parameter]) -> None:
+    """Sets the name, layer and kind of the parameters.
 
-
-def _finite(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
-    """Counts NaN, Inf and negative second moments, which make the parameter NaN in a step."""
-    bad = [moment for moment in moments if moment.nonfinite or moment.negative]
-    bound = inputs.fail_nonfinite
-    if not bad:
-        message = f"the moments of all {len(moments)} parameters are finite"
-        return Check("finite", PASS, message, 0, bound)
-    message = (
-        f"the moments of {len(bad)} of {len(moments)} parameters are not finite or below 0 "
-        f"({first_of([each.name for each in bad])})"
-    )
-    verdict = WARN
-    if len(bad) >= bound:
-        verdict = FAIL
-    return Check("finite", verdict, message, len(bad), bound)
-
-
-def _step(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
-    """Checks that the moments are old enough for a verdict.
-
-    The second moments of Adam are averages over many steps, and begin with single gradients.
+    A name comes from the state itself if it has names, or from weights in the checkpoint with the
+    same shapes in the same order. A parameter without a certain name is called by its number.
     """
-    known = _known_steps(moments)
-    bound = inputs.min_step
-    undecided = SKIP
-    if inputs.fail_young:
-        undecided = FAIL
-    if not known:
-        message = "the state does not contain its step: pass --global-step"
-        return Check("step", undecided, message, None, bound)
-    for step in known:
-        if not math.isfinite(step):
-            message = f"step is {step:g}, which is not a number of updates"
-            return Check("step", FAIL, message, step, bound)
-    latest = max(known)
-    if not latest >= bound:
-        message = f"step {latest:g}: second moments cannot be judged before step {bound}"
-        return Check("step", undecided, message, latest, bound)
-    message = f"step {latest:g}"
-    young = sum(step < bound for step in known)
-    if young:
-        message += f"; {young} parameters have fewer steps and are not judged"
-    return Check("step", PASS, message, latest, bound)
+    optimizers = {each.optimizer for each in parameters}
+    models = _models(leaves, optimizers)
+    unnamed: dict[tuple[Keys, str], list[_Parameter]] = {}
+    for each in parameters:
+        if not each.name:
+            unnamed.setdefault((each.optimizer, each.group), []).append(each)
+    for members in unnamed.values():
+        members.sort(key=lambda each: int(each.key))
+        names = _match([each.shape for each in members], models)
+        for at, each in enumerate(members):
+            each.name = names.get(at, "")
+    for each in parameters:
+        name = each.name
+        if name:
+            each.layer = _layer_of(name)
+            layer = _NUMBER.sub("*", each.layer)
+            each.kind = (each.optimizer, layer, name.removeprefix(each.layer), each.shape)
+        else:
+            name = each.layer = f"group {each.group}, parameter {each.key}"
+        if len(optimizers) > 1:
+            name, each.layer = (
+                f"{'.'.join(each.optimizer)}: {text}" for text in (name, each.layer)
+            )
+        each.name = name
 
 
-def _dead(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
-    """Finds parameters whose gradients were always 0."""
-    layers = {each.layer for each in moments}
-    dead = [each.name for each in moments if each.dead]
-    dead_layers = {each.layer for each in moments if each.dead}
-    fraction = len(dead_layers) / len(layers)
-    bound = inputs.fail_dead
-    if not dead:
-        return Check("dead", PASS, "every parameter has had gradients", 0.0, bound)
-    message = (
-        f"the second moments of {len(dead)} of {len(moments)} parameters are all 0, in "
-        f"{len(dead_layers)} of {len(layers)} layers: they never had a gradient "
-        f"({first_of(dead)})"
-    )
-    verdict = WARN
-    if fraction > bound or len(dead) == len(moments):
-        verdict = FAIL
-    return Check("dead", verdict, message, fraction, bound)
+def _models(leaves: Mapping[Keys, Any], optimizers: set[Keys]) -> list[dict[str, Array]]:
+    """Possible models: the weights outside optimizers, by name, for each top-level key."""
+    models: dict[str, dict[str, Array]] = {}
+    seen = set()
+    for path, leaf in leaves.items():
+        if not isinstance(leaf, Array) or "float" not in leaf.dtype or "running" in path[-1]:
+            continue
+        inside = any(path[: len(each)] == each for each in optimizers if each)
+        if not inside and (leaf.storage is None or leaf.storage not in seen):
+            seen.add(leaf.storage)
+            models.setdefault(path[0], {})[".".join(path[1:]) or path[0]] = leaf
+    return list(models.values())
 
 
-def _outliers(compared: Sequence[Deviation], inputs: OptimizerInputs) -> Check:
-    """Finds layers whose gradients are far larger or smaller than in similar layers."""
-    bound = inputs.fail_outliers
-    if not compared:
-        message = "fewer than 4 parameters can be compared"
-        return Check("outliers", SKIP, message, None, bound, decides=False)
-    far = [deviation for deviation in compared if deviation.outlier]
-    far.sort(key=lambda deviation: -abs(deviation.sigmas))
-    if not far:
-        extreme = max(compared, key=lambda each: abs(math.log(each.ratio)))
-        message = f"none; the farthest is {extreme.parameter}, {extreme}"
-        return Check("outliers", PASS, message, 0.0, bound)
-    layers = {each.layer for each in compared}
-    # Without the embedding and the head, which have no similar layers.
-    similar = {each.layer for each in compared if each.similar}
-    far_layers = {each.layer for each in far}
-    risen = {each.layer for each in far if each.risen}
-    fraction = max(len(far_layers) / len(layers), len(risen) / max(1, len(similar)))
-    verdict = WARN
-    if fraction > bound:
-        verdict = FAIL
-    message = f"{len(far_layers)} of {len(layers)} layers"
-    if risen:
-        message += f", {len(risen)} of {len(similar)} similar layers"
-    message += f": {far[0].parameter} has {far[0]}"
-    return Check("outliers", verdict, message, fraction, bound)
+def _match(
+    shapes: list[tuple[int, ...]], models: Sequence[Mapping[str, Array]]
+) -> Mapping[int, str]:
+    """Finds the names of the parameters of a group by their shapes, by index.
+
+    A group may have only the weights of some shapes. In a model in the program's order, the weights
+    of these shapes must have the shapes of the parameters, in order. safetensors files and adapters
+    (PEFT) are sorted by name. Sorting keeps the layers and loses the order within a layer. So the
+    layers are known if there is exactly one place where the parameters have the shapes of all
+    layers, one after the other.
+    """
+    for model in models:
+        weights = {name: each.shape for name, each in model.items() if each.shape in shapes}
+        if all(each.in_order for each in model.values()) and list(weights.values()) == shapes:
+            return dict(enumerate(weights))
+        layers: dict[tuple[int, ...], list[str]] = {}
+        for name in weights:
+            numbers = tuple(map(int, _NUMBER.findall(_layer_of(name))))
+            if numbers:
+                layers.setdefault(numbers, []).append(name)
+        if len(layers) < 2:
+            continue
+        order = [layers[numbers] for numbers in sorted(layers)]
+        wanted = [Counter(weights[name] for name in names) for names in order]
+        size = len(order[0])
+        starts: list[int] = []
+        for start in range(len(shapes) - size * len(order) + 1):
+            ends = range(start, start + size * len(order), size)
+            if [Counter(shapes[at : at + size]) for at in ends] == wanted:
+                starts.append(start)
+        if len(starts) == 1:
+            found: dict[int, str] = {}
+            for at in range(size * len(order)):
+                shape = shapes[starts[0] + at]
+                names = [name for name in order[at // size] if weights[name] == shape]
+                if len(names) > 1:
+                    names = [f"{_layer_of(names[0])}.*{at % size}"]
+                found[starts[0] + at] = names[0]
+            return found
+    return {}
+
+
+def _layer_of(name: str) -> str:
+    """The layer: the name up to the first part with a number, such as `layers.3`."""
+    numbered = re.match(r"[^\d]*\d[^.]*", name)
+    return numbered[0] if numbered else name.rpartition(".")[0] or name

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from healcore.tools.probe.checks import LossInputs, ProbeResult
+from healcore.tools.probe.checks import LossInputs, Report
 from healcore.tools.probe.loss import probe_loss
 from tests.tools.replay import logs
 
@@ -15,11 +15,11 @@ def write(folder: Path, values: np.ndarray, name: str = "run.csv", steps: Any = 
     return logs.write(folder / name, {"loss": np.asarray(values).tolist()}, steps)
 
 
-def probe(path: Path, **inputs: object) -> ProbeResult:
+def probe(path: Path, **inputs: object) -> Report:
     return probe_loss(logs.trace(path), LossInputs.model_validate(inputs))
 
 
-def probe_values(folder: Path, values: object, **inputs: object) -> ProbeResult:
+def probe_values(folder: Path, values: object, **inputs: object) -> Report:
     return probe(write(folder, np.asarray(values, np.float64)), **inputs)
 
 
