@@ -10,7 +10,6 @@ from healcore.runtime.data.sources import Sources
 from healcore.runtime.driver import WEIGHTS, Driver
 from healcore.runtime.faults.microbatches import Count, Microbatch
 from healcore.runtime.run.batches.batch_loop import loop_over_batches
-from healcore.runtime.run.progress import LoopPhase
 from healcore.runtime.run.run import Run
 
 if TYPE_CHECKING:
@@ -65,8 +64,7 @@ class TrainerAccess:
         start                        each batch               each step              end
         had_completed                batches                  mark_step_unfinished   save_completed
         adopt_trainer_checkpoint     parts
-        searches_batch_size          pending, ends_epoch
-        reload_before_first_batch
+        reload_before_first_batch    pending, ends_epoch
 
     Attributes:
         driver: the optimizers of the run with the states of their policies; a `TorchDriver` in
@@ -131,28 +129,6 @@ class TrainerAccess:
         run = self._run
         if run.progress.resumed_here and not run.loaders.passes:
             run.way_back.load_step(run.progress.step)
-
-    @property
-    def searches_batch_size(self) -> bool:
-        """Whether the trainer begins again with a smaller batch if memory runs out.
-
-        Trainers can search a batch size by trying (`auto_find_batch_size`). A try that runs out of
-        memory ends the run without a postmortem and without checkpoints, because the run has taken
-        no step. Set this to True before the first batch, and to False after the first step.
-
-        Returns:
-            True during a try. Always False in a resumed run, whose steps must not be lost: there,
-            setting True has no effect.
-        """
-        return self._run.progress.phase is LoopPhase.SEARCH
-
-    @searches_batch_size.setter
-    def searches_batch_size(self, searches: bool) -> None:
-        progress = self._run.progress
-        if searches and progress.phase is LoopPhase.BEFORE_STEP and not progress.resumed_here:
-            progress.phase = LoopPhase.SEARCH
-        elif not searches and progress.phase is LoopPhase.SEARCH:
-            progress.phase = LoopPhase.BEFORE_STEP
 
     # -- batches and steps ----------------------------------------------------------------------
 

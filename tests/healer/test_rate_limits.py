@@ -15,7 +15,7 @@ import torch
 from healcore import Healer
 from healcore import policy as policies
 from healcore.runtime.healing_report import HealingReport
-from healcore.torch.trainers.policy_state import healings_of
+from healcore.torch.trainers.hook import healings_of
 from tests.healer.run_directory import events
 from tests.healer.training_loops import Faults, loop_of, train
 

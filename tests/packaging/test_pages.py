@@ -16,7 +16,7 @@ import torch
 import healcore.torch
 from benchmarks.programs import __main__ as programs
 from healcore.policy import Policy, load, loads
-from healcore.torch.trainers.policy_state import healings_of
+from healcore.torch.trainers.hook import healings_of
 from tests import forked_programs
 from tests.packaging.page_text import DOCS, HOLE, blocks, snippet, text
 

@@ -12,9 +12,9 @@ from healcore.runtime.data.sources import Sources
 class LoopPhase(Enum):
     """What the loop of a run waits for.
 
-        SEARCH, BEFORE_STEP, AT_REST --count--> AFTER_STEP --> REST_OF_BODY <--> EVALUATION
-                     ^                              |               |                |
-                     `----------------------------- end_step -------+----------------`
+        BEFORE_STEP, AT_REST --count--> AFTER_STEP --> REST_OF_BODY <--> EVALUATION
+             ^                              |               |                |
+             `----------------------------- end_step -------+----------------`
 
     The phase decides what an early end may save. An exception in `BEFORE_STEP` leaves the state of
     the last step, unless it interrupts `optimizer.step()` itself. After the step of a trainer, in
@@ -22,9 +22,6 @@ class LoopPhase(Enum):
     saved.
     """
 
-    SEARCH = "search"
-    """A trainer searches its batch size, and has taken no step: if memory runs out, it begins again
-    with a smaller batch. The run then ends without a trace."""
     BEFORE_STEP = "before_step"
     """All counted steps are dealt with: the next step may begin."""
     AFTER_STEP = "after_step"

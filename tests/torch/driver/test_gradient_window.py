@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from healcore.runtime.healer import Healer
 from healcore.runtime.run.ending.exits import IncompleteRun
 from healcore.torch.driver import gradient_window
-from healcore.torch.trainers.policy_state import healings_of
+from healcore.torch.trainers.hook import healings_of
 from tests.open_run import run_of
 from tests.torch.driver.out_of_memory_runs import ACCUMULATED, BATCH, STEPS, FailAt, train
 

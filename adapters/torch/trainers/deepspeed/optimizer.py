@@ -19,7 +19,7 @@ from healcore.torch.trainers.deepspeed import trainer_internals as internals
 from healcore.torch.trainers.deepspeed.checks import check_engine, check_policy
 from healcore.torch.trainers.deepspeed.step import DeepSpeedMeasurer, DeepSpeedStep
 from healcore.torch.trainers.deepspeed.trainer_internals import DeepSpeedEngine
-from healcore.torch.trainers.patching import patched
+from healcore.torch.trainers.hook import patched
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 """Public attributes of a DeepSpeed engine, with which it counts."""

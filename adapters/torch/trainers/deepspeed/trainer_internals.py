@@ -29,7 +29,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from healcore.torch.trainers.patching import patched
+from healcore.torch.trainers.hook import patched
 
 DeepSpeedEngine: TypeAlias = Any
 """What `deepspeed.initialize` returns first. DeepSpeed need not be installed for this module."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
-import os
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, NamedTuple, Unpack
 
+import torch
+from torch.optim import Optimizer
 from transformers import (
     Trainer,
     TrainerCallback,
@@ -20,40 +23,52 @@ from transformers import (
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import TrainOutput
 
-from healcore.core.engine import Engine
+from healcore.console import warning
+from healcore.core.decision import Cause, names_of
 from healcore.core.errors import AttachError
-from healcore.policy import Policy, PolicyLike, from_dict, to_dict
+from healcore.policy import Policy, PolicyLike, load
 from healcore.policy.loader import can_apply_limit, with_limit
-from healcore.runtime.healer import Healer
+from healcore.runtime.data.random_states import isolated
+from healcore.runtime.faults.classification import classify
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.run_options import LOGGING, TrainerOptions
 from healcore.runtime.store.places import Places
-from healcore.runtime.trainer_access import trainer_access_of
-from healcore.torch.attachment import Healing
+from healcore.torch.attachment import Healing, attach, unwrapped
 from healcore.torch.gradients import parameters
 from healcore.torch.store import MemoryStore
-from healcore.torch.trainers.huggingface import checkpoints
-from healcore.torch.trainers.huggingface import trainer_internals as internals
-from healcore.torch.trainers.huggingface.batch_loss import loss_fn_of
-from healcore.torch.trainers.huggingface.clipping import stop_clipping
-from healcore.torch.trainers.huggingface.counters import Counters
-from healcore.torch.trainers.huggingface.dry_run import DryRun, train_copy
-from healcore.torch.trainers.huggingface.epochs import EpochFeed
-from healcore.torch.trainers.huggingface.log_rows import extend_log
-from healcore.torch.trainers.huggingface.steps import SplitSteps
-from healcore.torch.trainers.huggingface.trainer_hook import wrap_train_when_added
-from healcore.torch.trainers.huggingface.trainer_internals import HfTrainer
-from healcore.torch.trainers.options import resolve_options
-from healcore.torch.trainers.patching import patched
-from healcore.torch.trainers.policy_state import adopt_trainer_checkpoint, healings_of
-from healcore.torch.trainers.stored_run import newest_step
-from healcore.torch.trainers.trainer_checkpoints import TrainerCheckpoints
+from healcore.torch.trainers.hook import TrainerHook, newest_step, patched
+from healcore.torch.trainers.huggingface.loop import HealedLoop
+from healcore.torch.trainers.huggingface.steps import HealedSteps, HfTrainer, loss_fn_of, silent
 
 _FOLDER = "_healcore"
 """Directory in the Trainer's `output_dir`. `push_to_hub` skips names with a leading underscore."""
 
 
-class HealingCallback(TrainerCallback, ExportableState):
+class TrainerCheckpoints(MemoryStore):
+    """A store that holds nothing, for a run without rollbacks whose checkpoints the trainer saves.
+
+    The Healer needs a store. In such a run it has nothing to restore, and the trainer's own
+    checkpoints have the state of the policy.
+
+    Args:
+        save_now: called if the policy orders a checkpoint. Makes the trainer save.
+    """
+
+    def __init__(self, save_now: Callable[[], None]) -> None:
+        super().__init__()
+        self.trainer_save = save_now
+
+    def replace_record(self, step: int, record: Mapping[str, Any]) -> None:
+        """Does nothing, because the trainer's checkpoint has the state of the policy."""
+
+    def nonfinite_in(
+        self, state: Mapping[str, Any], names: Collection[str] | None = None
+    ) -> tuple[str, ...]:
+        """Returns an empty tuple without a check, which would copy the state."""
+        return ()
+
+
+class HealingCallback(TrainerHook, TrainerCallback, ExportableState):
     """Heals a Trainer: clips and skips steps, splits batches that do not fit, rolls back.
 
         trainer = Trainer(..., callbacks=[HealingCallback("default", store="auto")])
@@ -71,7 +86,7 @@ class HealingCallback(TrainerCallback, ExportableState):
     is higher. Under "default" this limit is then the only clipping, as without healcore.
 
     Args:
-        policy: as for `healcore.Healer`, or a mapping as in a checkpoint's trainer_state.json.
+        policy: as for `healcore.Healer`.
         store: a directory for checkpoints, a list of them, a store, "auto" for `_healcore` in the
             trainer's `output_dir`, or None for no rollbacks.
         loss_fn: function that returns the loss of one batch, to compare the current weights with
@@ -95,26 +110,18 @@ class HealingCallback(TrainerCallback, ExportableState):
 
     def __init__(
         self,
-        policy: PolicyLike | Mapping[str, Any] = "default",
+        policy: PolicyLike = "default",
         *,
         store: Places = None,
         loss_fn: Callable[[Any], Any] | Literal["auto"] | None = "auto",
         **options: Unpack[TrainerOptions],
     ) -> None:
-        if isinstance(policy, Mapping):
-            policy = from_dict(policy)
-        self.policy, self._options = resolve_options(policy, options)
+        TrainerHook.__init__(self, policy, options)
         self._store = store
         self._loss_fn = loss_fn
         self.trainer: HfTrainer = None
-        self.healer: Healer[Any] | None = None
-        self.added_to: HfTrainer = None
-        """The Trainer that has this callback among its callbacks, or None before it is added."""
-        self._feed: EpochFeed | None = None
-        self._open_healer: Healer[Any] | None = None
-        """The Healer during `train()`, otherwise None."""
-        self._changes = ExitStack()
-        """Ends the Healer, and restores the Trainer."""
+        self._loop: HealedLoop | None = None
+        """The healed loop during `train()`, otherwise None."""
 
     @property
     def healing(self) -> Healing | None:
@@ -125,7 +132,7 @@ class HealingCallback(TrainerCallback, ExportableState):
         Returns:
             The handle of the current or last `train()`, or None before the first.
         """
-        return healings_of(self.healer).get("optimizer")
+        return self.healings.get("optimizer")
 
     def report(self) -> HealingReport:
         """The report of the run so far: incidents, rollbacks, learning rate, ending.
@@ -156,23 +163,47 @@ class HealingCallback(TrainerCallback, ExportableState):
         return self._known_trainer().train(*args, **kwargs)
 
     def dry_run(self, steps: int = 2) -> DryRun:
-        """Trains a copy for some steps in observe mode, and returns the results.
+        """Runs some steps without the optimizer, and returns what the policy would do.
 
-        The trainer does not change: weights, optimizer, random states, files, `state` and
-        callbacks. The copy needs the memory of a second model.
+        Each step is a forward and a backward pass of the trainer on the batches of one step, with
+        the weights that it has now. The trainer does not change: weights, random states, files,
+        `state` and callbacks.
 
         Args:
-            steps: number of optimizer steps, at least 1.
+            steps: number of steps, at least 1.
 
         Raises:
             AttachError: this callback was not created by `heal_trainer`.
             ValueError: `steps` is not a whole number >= 1.
-            Exception: an exception of the training, with a diagnosis as its note.
+            Exception: an exception of the steps, with a diagnosis as its note.
         """
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ValueError(f"steps is a whole number >= 1, not {steps!r}")
-        observing = functools.partial(HealingCallback, attach=self._options.get("attach"))
-        return train_copy(self._known_trainer(), steps, self.policy, observing)
+        trainer = self._known_trainer()
+        observing: Any
+        if isinstance(self._policy, Policy):
+            observing = load(self._policy, mode="observe")
+        else:
+            observing = self._policy.config._replace(mode="observe")
+        shared = trainer.accelerator.gradient_state.__dict__
+        attributes, gradient_state = {**vars(trainer)}, {**shared}
+        buffers = copy.deepcopy(dict(trainer.model.named_buffers()))
+        for name, value in attributes.items():
+            if isinstance(value, dict | deque):  # metrics of TRL, which a step adds to
+                attributes[name] = copy.deepcopy(value)
+        try:
+            with isolated():
+                return _steps_without_optimizer(trainer, steps, observing)
+        except Exception as error:
+            _add_hint(error)
+            raise
+        finally:
+            vars(trainer).clear()
+            vars(trainer).update(attributes)
+            shared.clear()
+            shared.update(gradient_state)
+            for name, buffer in trainer.model.named_buffers():
+                buffer.copy_(buffers[name])
 
     def _known_trainer(self) -> HfTrainer:
         if self.trainer is None:
@@ -182,40 +213,36 @@ class HealingCallback(TrainerCallback, ExportableState):
     # -- the Trainer's checkpoints --------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """The arguments and the state of this object, which the Trainer saves.
-
-        The Trainer calls this for its checkpoints and writes the result to `trainer_state.json`.
-        With `restore_callback_states_from_checkpoint` it creates the callback from the arguments.
+        """The state of the policy, which the Trainer saves with its checkpoints.
 
         Returns:
-            "args" -> the policy and the store, as far as JSON holds them; "attributes" ->
-            "engines" -> the state of the policy for each optimizer, empty before `train()`.
+            "args" -> nothing, because `train()` keeps this object when the Trainer restores its
+            callbacks; "attributes" -> "engines" -> the state of the policy for each optimizer,
+            empty before `train()`.
         """
-        engines: Mapping[str, Any] = {}
-        if self.healer is not None:
-            engines = trainer_access_of(self.healer).driver.engines()
-        args: dict[str, Any] = {}
-        if isinstance(self.policy, Policy):
-            args["policy"] = to_dict(self.policy)
-        store = _saved_argument(self._store)
-        if store is not None:
-            args["store"] = store
-        return {"args": args, "attributes": {"engines": engines}}
+        return {"args": {}, "attributes": {"engines": self._engines()}}
 
-    def _load_state(self, healer: Healer[Any], state: TrainerState) -> None:
-        """Loads the policy's state from the checkpoint that the Trainer has resumed from.
+    def _resumed(self, trainer: HfTrainer, requested: Any) -> Any:
+        """The argument `resume_from_checkpoint` of `train()`, or None if a store continues the run.
 
-        The attribute `engines` cannot be used: the Trainer sets it only with the option
-        `restore_callback_states_from_checkpoint`, on a new object that a later `train()` may reuse.
+        A store that holds the run has precedence, because scripts pass the Trainer's newest
+        checkpoint. A run without a store continues from the Trainer's checkpoint.
         """
-        exported: Any = state.stateful_callbacks
-        # transformers 5.23 raises KeyError at the next save if the checkpoint lacked this entry.
-        entry = exported.setdefault(type(self).__name__, {})
-        # The Trainer makes a list for several callbacks of a class.
-        if isinstance(entry, list):
-            entry = entry[0]
-        engines = entry.get("attributes", {}).get("engines", {})
-        adopt_trainer_checkpoint(healer, engines, step=state.global_step)
+        if not requested or self._store is None:
+            return requested
+        step = newest_step(self._place(trainer))
+        if step is None:
+            raise AttachError(
+                f"resume_from_checkpoint={requested!r} conflicts with the store, which has no "
+                "checkpoint and continues a run only by its own: omit the argument; to start a new "
+                "run from those weights, load the model from that directory"
+            )
+        warning(
+            f"resume_from_checkpoint={requested!r} is ignored, because the store continues the "
+            f"run, from its checkpoint of step {step}: later steps of the Trainer's checkpoint are "
+            "trained again. checkpoints=healcore.Checkpoints(every=...) saves more often"
+        )
+        return None
 
     # -- the Trainer's events -------------------------------------------------------------------
 
@@ -229,26 +256,64 @@ class HealingCallback(TrainerCallback, ExportableState):
         Raises:
             AttachError: the Trainer cannot be healed, or the callback was not given to a Trainer.
         """
-        if self.added_to is None:
+        trainer, loader = self.trainer, kwargs.get("train_dataloader")
+        if trainer is None or loader is None:
             raise AttachError(
-                "HealingCallback belongs to no Trainer: pass it to a transformers Trainer in "
-                "callbacks=[...] or call trainer.add_callback(callback), not callback_handler's; "
-                "in a loop of your own heal the optimizer with healcore.torch.attach"
+                "HealingCallback belongs to no Trainer, or to one with a loop of its own: pass it "
+                "to a transformers Trainer in callbacks=[...] or to trainer.add_callback; in a "
+                "loop of your own heal the optimizer with healcore.torch.attach"
             )
-        if self._open_healer is not None:
-            self.close(RuntimeError("an exception outside of the epochs has ended train()"))
-        trainer = self.trainer = self.added_to
-        self._check(trainer, state, kwargs.get("train_dataloader"))
-        callbacks = trainer.callback_handler.callbacks
-        callbacks.remove(self)
-        callbacks.insert(0, self)  # other callbacks then read the corrected `state.epoch`
+        _check(trainer)
+        if self._loop is not None:
+            self.close(RuntimeError("the Trainer has begun its loop again"))
+        policy, limit = self._policy, max(float(args.max_grad_norm or 0.0), 0.0) or None
+        if can_apply_limit(policy):
+            policy = with_limit(policy, limit)
+            limit = None
+        loop = HealedLoop(trainer, loader, self)
+        self._open(policy, _state_of(trainer, loop), **self._places(trainer))
+        healer = loop.healer = self.healer
+        assert healer is not None
+        self._loop = loop
+        change = self._changes.enter_context
         if self._store is not None:
-            self._feed = EpochFeed(trainer, kwargs["train_dataloader"])
-        try:
-            self._begin(trainer, state)
-        except BaseException as error:
-            self.close(error)
-            raise
+            loop.begin()
+            run_epoch = functools.partial(loop.run_epoch, trainer._run_epoch)
+            change(patched(trainer, "_run_epoch", run_epoch))
+        elif state.global_step:
+            for name, parameter in trainer.model.named_parameters():
+                if not parameter.isfinite().all():
+                    raise AttachError(
+                        f"the Trainer's checkpoint of step {state.global_step} has NaN in {name}: "
+                        "pass an older one as resume_from_checkpoint"
+                    )
+            # transformers 5.23 raises KeyError at the next save if the checkpoint lacked this.
+            exported: Any = state.stateful_callbacks
+            entry = exported.setdefault(type(self).__name__, {})
+            engines = entry.get("attributes", {}).get("engines", {})
+            self._adopt(engines, step=state.global_step)
+        HealedSteps(trainer, healer, loop, self._changes)
+        # The Trainer would clip before the step is judged: 700 would be judged as 1.0. Its argument
+        # `max_grad_norm` stays, because every checkpoint saves it and trackers read it.
+        change(patched(trainer, "_clip_grad_norm", trainer._get_grad_norm))
+        if limit is not None:  # the policy does not clip: the Trainer's clip, after it has judged
+
+            def clip(*_: Any) -> None:
+                torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), limit)
+
+            hook: Any = torch.compiler.disable(clip)
+            handle = unwrapped(trainer.optimizer).register_step_pre_hook(hook)
+            self._changes.callback(handle.remove)
+        log = trainer.log
+
+        @functools.wraps(log)
+        def log_with_metrics(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+            # In `on_log` the trackers would have the row before this callback.
+            if "loss" in logs or "train_loss" in logs:  # the row is of the training
+                logs = {**logs, **self._new_metrics()}
+            log(logs, *args, **kwargs)
+
+        change(patched(trainer, "log", log_with_metrics))
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -258,10 +323,12 @@ class HealingCallback(TrainerCallback, ExportableState):
         With a store the Healer works when the Trainer asks for the next batch, where a rollback can
         leave the epoch. Without a store nothing is rolled back, and the Healer works here.
         """
-        if self._feed is not None:
-            self._feed.correct_epoch(state)
-        elif self._open_healer is not None:
-            self._open_healer.after_step()
+        if self._loop is None or self.healer is None:
+            return
+        if self._store is None:
+            self.healer.after_step()
+        else:
+            self._loop.correct_epoch()
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -272,8 +339,8 @@ class HealingCallback(TrainerCallback, ExportableState):
         evaluation data sets, the Trainer names each loss after its data set.
         """
         metrics = kwargs.get("metrics") or {}
-        if self._open_healer is not None and "eval_loss" in metrics:
-            self._open_healer.observe(eval_loss=metrics["eval_loss"])
+        if self._loop is not None and self.healer is not None and "eval_loss" in metrics:
+            self.healer.observe(eval_loss=metrics["eval_loss"])
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -291,116 +358,104 @@ class HealingCallback(TrainerCallback, ExportableState):
         Args:
             error: the exception that ends the training, or None.
         """
-        changes = self._changes
-        self._changes = ExitStack()
-        self._open_healer = self._feed = None
-        if error is None:
-            changes.close()
-        else:  # the Healer in the stack ends with this error
-            changes.__exit__(type(error), error, error.__traceback__)
+        self._loop = None
+        self._close(error)
 
-    def _begin(self, trainer: HfTrainer, state: TrainerState) -> None:
-        """Opens the Healer, and replaces methods of the Trainer until `close`."""
-        stack, feed, policy = self._changes, self._feed, self.policy
-        limit = max(float(trainer.args.max_grad_norm or 0.0), 0.0) or None
-        if can_apply_limit(policy):
-            policy = with_limit(policy, limit)
-            limit = None
-        counters = Counters(trainer, feed, self)
-        healer = self.healer = stack.enter_context(self._healer(trainer, policy, counters))
-        if feed is not None:
-            counters.begin()
-            feed.healer = healer
-            completed = trainer_access_of(healer).had_completed
-            feed.nothing_to_do = completed and counters.saved_max_steps == state.max_steps
-        elif state.global_step:
-            self._load_state(healer, state)
-        split = SplitSteps(trainer, healer, counters, stack)
-        training_step = functools.partial(split.training_step, trainer.training_step)
-        stack.enter_context(patched(trainer, "training_step", training_step))
-        stack.enter_context(internals.replaced_epoch(trainer, self._run_epoch))
-        stop_clipping(trainer, limit, stack)
-        extend_log(trainer, healer.metrics, stack)
-        self._open_healer = healer
+    def _place(self, trainer: HfTrainer) -> Places:
+        """The store, with the directory of "auto"."""
+        return _folder(trainer) if self._store == "auto" else self._store
 
-    def _healer(
-        self, trainer: HfTrainer, policy: Policy | Engine, counters: Counters
-    ) -> Healer[Any]:
-        """The Healer of one `train()`, not yet open."""
-        options = dict(self._options)
-        if self._feed and trainer.state.global_step:
-            options.setdefault("resume", True)  # the initial weights are the Trainer's checkpoint
+    def _places(self, trainer: HfTrainer) -> dict[str, Any]:
+        """The options of the Healer about the store of one `train()`."""
+        store: Any = self._place(trainer)
         loss_fn: Any = self._loss_fn
-        store: Any = self.resolved_store(trainer)
-        if isinstance(store, type):  # heal_trainer(store=None) passes the class
-            store = store()
+        if store is MemoryStore:  # of heal_trainer(store=None)
+            store = MemoryStore()
+        if loss_fn == "auto":
+            loss_fn = loss_fn_of(trainer)
+        options: dict[str, Any] = {"store": store, "loss_fn": loss_fn}
         if getattr(store, "root", store) is None:
-            logging = options.get("logging", LOGGING)
+            logging = self._options.get("logging", LOGGING)
             events = logging.events or _folder(trainer) / "healcore.events.jsonl"
             options["logging"] = dataclasses.replace(logging, events=events)
         if store is None:
-            loss_fn = None
-            store = TrainerCheckpoints(functools.partial(_save_now, trainer))
-        elif loss_fn == "auto":
-            loss_fn = loss_fn_of(trainer)
-        state = _state_of(trainer, counters)
-        return Healer(policy, state=state, store=store, loss_fn=loss_fn, **options)
 
-    def resolved_store(self, trainer: HfTrainer) -> Places:
-        """The store, with the directory of "auto"."""
-        if self._store == "auto":
-            return _folder(trainer)
-        return self._store
+            def save_now() -> None:
+                trainer.control.should_save = True
 
-    def _run_epoch(self, original: Callable[..., None], **call: Any) -> None:
-        """Runs an epoch with the Healer's batches. Ends the Healer if an exception is raised."""
-        try:
-            if self._feed is None:
-                original(**call)
-            else:
-                self._feed.run(original, call)
-        except BaseException as error:
-            self.close(error)
-            raise
+            return {**options, "store": TrainerCheckpoints(save_now), "loss_fn": None}
+        return options
 
-    def _check(self, trainer: HfTrainer, state: TrainerState, loader: Any) -> None:
-        """Raises AttachError for a Trainer that cannot be healed."""
-        distributed = str(getattr(trainer.accelerator.distributed_type, "value", ""))
-        if distributed == "DEEPSPEED":
-            raise AttachError(
-                "a Trainer with DeepSpeed is not supported, because its engine clips, skips and "
-                "steps by itself: use healcore.torch.heal_engine in a loop of your own"
-            )
-        if distributed == "FSDP" and not trainer.accelerator.is_fsdp2:
-            raise AttachError(
-                "FSDP 1 is not supported, because a rank has only the norm of its shard: use "
-                'FSDP 2, TrainingArguments(fsdp_config={"fsdp_version": 2})'
-            )
-        if self._store is None:
-            return
-        if loader is None:
-            raise AttachError(
-                f"{type(trainer).__name__} has a loop of its own: use HealingCallback()"
-            )
-        # The Trainer has loaded its own checkpoint before it calls an added callback. It runs no
-        # epoch after its last step, and a store with its first checkpoint needs those weights.
-        stored = newest_step(self.resolved_store(trainer))
-        newest = stored or 0
-        if state.global_step and (not newest or newest < state.max_steps <= state.global_step):
-            has = "no checkpoint"
-            if stored is not None:
-                has = f"a checkpoint of step {stored}"
-            raise AttachError(
-                f"resume_from_checkpoint conflicts with the store, which has {has} and continues a "
-                f"run only by its own checkpoints, while the Trainer's is of step "
-                f"{state.global_step}: omit the argument; to start a new run from those weights, "
-                "load the model from that directory and pass an empty store"
-            )
-        if state.is_hyper_param_search:
-            raise AttachError(
-                "hyperparameter_search is not supported with a store, which the trials would "
-                "share: use HealingCallback without a store"
-            )
+
+class DryRun(NamedTuple):
+    """The result of a dry run: what the policy saw, and what it would have done.
+
+    Read `would` before a long run. A healthy start has an empty tuple for each step; a policy that
+    skips the first steps does not fit the training.
+
+    Attributes:
+        losses: the loss of each step.
+        grad_norms: the L2 norm of the gradients at each step, before clipping.
+        finite: whether all losses and norms are finite. False if there was no batch.
+        would: the names of the policy's causes and actions at each step, without clipping.
+    """
+
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+    finite: bool
+    would: tuple[tuple[str, ...], ...]
+
+
+class _NoStep(Optimizer):
+    """An optimizer that measures its steps and changes nothing."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Does nothing."""
+
+
+def _steps_without_optimizer(trainer: HfTrainer, steps: int, policy: Any) -> DryRun:
+    """Runs forward and backward passes under a policy in observe mode."""
+    trainer.log = silent
+    trainer.state = copy.copy(trainer.state)
+    args, model = trainer.args, trainer.model
+    optimizer = _NoStep([p for p in model.parameters() if p.requires_grad], {})
+    healing = attach(optimizer, policy, console=False)
+    batches = iter(trainer.get_train_dataloader())
+    losses: list[float] = []
+    norms: list[float] = []
+    would: list[tuple[str, ...]] = []
+    for _ in range(steps):
+        samples, items = trainer.get_batch_samples(
+            batches, args.gradient_accumulation_steps, args.device
+        )
+        if not samples:
+            break
+        trainer.current_gradient_accumulation_steps = len(samples)
+        loss: Any = 0.0
+        for inputs in samples:
+            with patched(trainer.accelerator, "scaler", None), trainer.accelerator.autocast():
+                loss = loss + trainer.training_step(model, inputs, items)
+        healing.observe(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        decision: Any = healing.last_decision()
+        losses.append(float(loss))
+        norms.append(float(healing.metrics()["heal/grad_norm"]))
+        would.append((*names_of(decision.cause), *names_of(decision.action)))
+    finite = bool(losses) and all(map(math.isfinite, losses + norms))
+    return DryRun(tuple(losses), tuple(norms), finite, tuple(would))
+
+
+def _add_hint(error: Exception) -> None:
+    """Adds a note to an exception of the training that says what to look at, if that is known."""
+    fault = classify(error)
+    hint = ""
+    if fault.cause is not Cause.UNKNOWN:
+        hint = fault.advice
+    elif isinstance(error, KeyError):
+        hint = "The batch lacks this key: compare the dataset's columns with the model's arguments."
+    if hint:
+        error.add_note(f"healcore: {hint}")
 
 
 def heal_trainer(
@@ -446,7 +501,7 @@ def heal_trainer(
     return callback
 
 
-def _state_of(trainer: HfTrainer, counters: Counters) -> dict[str, Any]:
+def _state_of(trainer: HfTrainer, loop: HealedLoop) -> dict[str, Any]:
     """What the Healer of a Trainer saves and restores: name -> part, without absent parts."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     known = {id(each) for each in model.parameters()}
@@ -461,7 +516,7 @@ def _state_of(trainer: HfTrainer, counters: Counters) -> dict[str, Any]:
         "others": others or None,
         "scheduler": trainer.lr_scheduler,
         "scaler": getattr(trainer.accelerator, "scaler", None),
-        "progress": counters,
+        "progress": loop,
         "reference": reference,
     }
     return {name: part for name, part in parts.items() if part is not None}
@@ -469,25 +524,61 @@ def _state_of(trainer: HfTrainer, counters: Counters) -> dict[str, Any]:
 
 def _folder(trainer: HfTrainer) -> Path:
     """The directory of the store "auto", and of the events of other stores."""
-    return checkpoints.output_folder(trainer) / _FOLDER
+    return Path(trainer.args.output_dir or "trainer_output", _FOLDER)
 
 
-def _save_now(trainer: HfTrainer) -> None:
-    """Makes the Trainer save its own checkpoint after this step."""
-    trainer.control.should_save = True
+def _check(trainer: HfTrainer) -> None:
+    """Raises AttachError for a Trainer that cannot be healed."""
+    distributed = str(getattr(trainer.accelerator.distributed_type, "value", ""))
+    if distributed == "DEEPSPEED":
+        raise AttachError(
+            "a Trainer with DeepSpeed is not supported, because its engine clips, skips and "
+            "steps by itself: use healcore.torch.heal_engine in a loop of your own"
+        )
+    if distributed == "FSDP" and not trainer.accelerator.is_fsdp2:
+        raise AttachError(
+            "FSDP 1 is not supported, because a rank has only the norm of its shard: use "
+            'FSDP 2, TrainingArguments(fsdp_config={"fsdp_version": 2})'
+        )
 
 
-def _saved_argument(store: Any) -> Any:
-    """The `store` argument in JSON; None for a store, which the Trainer cannot save."""
-    if isinstance(store, list | tuple):
-        saved = [_saved_argument(each) for each in store]
-        if None in saved:
-            return None
-        return saved
-    if isinstance(store, str | os.PathLike):
-        return os.fspath(store)
-    return None
+def _with_healing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Trainer.train`, which gives each `HealingCallback` its Trainer and the end by an exception.
+
+    The events of transformers pass the model, but not the Trainer, and there is no event for an
+    exception, nor one before the Trainer loads its own checkpoint.
+    """
+
+    @functools.wraps(original)
+    def train(
+        trainer: HfTrainer, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        handler = trainer.callback_handler
+        begin = handler.on_train_begin
+        own = [each for each in handler.callbacks if isinstance(each, HealingCallback)]
+        for callback in own:
+            callback.trainer = trainer
+            resume_from_checkpoint = callback._resumed(trainer, resume_from_checkpoint)
+
+        def begin_with_own(*event: Any) -> Any:
+            """Begins with the user's objects, which `restore_callback_states_...` replaces.
+
+            They are the first, so that other callbacks read the corrected `state.epoch`.
+            """
+            others = [each for each in handler.callbacks if not isinstance(each, HealingCallback)]
+            handler.callbacks[:] = own + others
+            return begin(*event)
+
+        try:
+            with patched(handler, "on_train_begin", begin_with_own):
+                return original(trainer, resume_from_checkpoint, *args, **kwargs)
+        except BaseException as error:
+            for callback in own:
+                callback.close(error)
+            raise
+
+    return train
 
 
-# The import of this module replaces `Trainer.add_callback`.
-wrap_train_when_added(HealingCallback)
+# The import of this module replaces `Trainer.train`.
+Trainer.train = _with_healing(Trainer.train)  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,76 +1,70 @@
-"""`SplitSteps`: a Trainer's step, in smaller parts if memory runs out.
+"""`HealedSteps`: the steps of a Trainer, in smaller parts if memory runs out.
 
 After an out-of-memory error the window (the micro-batches of one step) is repeated in smaller
 parts. After a network failure, for instance in a reward function, it is repeated unchanged. Batch
-size and accumulation steps do not change, and no sample is lost. A loss that is divided by the
-items of the window (tokens of a causal language model) is summed over the parts. Any other loss is
-weighted by the part's share of its micro-batch.
+size and accumulation steps do not change, and no sample is lost.
 """
 
 from __future__ import annotations
 
-import functools
+import copy
+import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
+from transformers import Trainer
 
 from healcore.runtime.faults.microbatches import count_samples
 from healcore.runtime.healer import Healer
 from healcore.runtime.trainer_access import trainer_access_of
-from healcore.torch.trainers.huggingface import trainer_internals as internals
-from healcore.torch.trainers.huggingface.batch_loss import loss_fn_of
-from healcore.torch.trainers.huggingface.counters import Counters, CountsBefore
-from healcore.torch.trainers.huggingface.trainer_internals import Batch, HfTrainer
-from healcore.torch.trainers.patching import patched
+from healcore.torch.trainers.hook import patched
 
-_PAIRS = ("DPOTrainer", "RewardTrainer")
+HfTrainer: TypeAlias = Any
+"""A `transformers.Trainer`, or a trainer of TRL with attributes of its own."""
+Batch: TypeAlias = Any
+"""A batch as the Trainer's dataloader yields it, usually a dictionary of tensors."""
+
+_PAIRS = {"DPOTrainer", "RewardTrainer"}
 """Trainers whose batch has first all chosen rows, then all rejected rows."""
-_INDIVISIBLE = ("KTOTrainer",)
+_INDIVISIBLE = {"KTOTrainer"}
 """Trainers whose batches cannot be split, because the loss compares samples with each other."""
+_COUNTERS = ("current_flos", "_step", "_total_train_tokens")
 
 
-class SplitSteps:
+class HealedSteps:
     """Calls `Trainer.training_step` within `Healer.microbatches`, and observes its losses.
 
     The Trainer divides the loss of a micro-batch, and calls `accelerator.backward`, inside of
     `training_step`. So a part of a micro-batch is trained on by the same method, with a `backward`
     that multiplies by the part's share. The sum of the gradients is then the gradient of the whole
-    micro-batch.
+    micro-batch, also if the loss is divided by the items of the window: the part's share of the
+    items is passed as their number.
 
     Args:
         trainer: the Trainer.
         healer: the open Healer.
-        counters: receives the trainer's counts before each step.
+        loop: the `HealedLoop`, which receives the trainer's counts before each step as `before`.
         stack: closed when the training ends. Gradient checkpointing is then switched off again.
     """
 
     def __init__(
-        self, trainer: HfTrainer, healer: Healer[Any], counters: Counters, stack: ExitStack
+        self, trainer: HfTrainer, healer: Healer[Any], loop: Any, stack: ExitStack
     ) -> None:
         self._trainer = trainer
         self._healer = healer
-        self._counters = counters
+        self._loop = loop
         self._stack = stack
-        self._first_step = trainer.state.global_step
-        self._access = trainer_access_of(healer)
-        self._access.searches_batch_size = trainer.args.auto_find_batch_size
+        self._call: Callable[..., Tensor] = trainer.training_step
         self._at_first_part = True
         """Whether the next micro-batch is the first of a step."""
-        self._tokens = 0
-        """Number of tokens that `training_step` has counted itself in this window."""
-        self._divides_by_items: bool | None = None
-        """Whether the loss is divided by the items of the window, or None if unknown."""
+        stack.enter_context(patched(trainer, "training_step", self.training_step))
 
-    def training_step(
-        self, original: Callable[..., Tensor], model: Any, inputs: Batch, items: Any = None
-    ) -> Tensor:
+    def training_step(self, model: Any, inputs: Batch, items: Any = None) -> Tensor:
         """Trains on one micro-batch. Repeats the window if it does not fit or the network fails.
 
         Args:
-            original: the Trainer's own `training_step`, to which the other arguments are passed.
             model: the model, wrapped as the Trainer calls it.
             inputs: the micro-batch, as the dataloader yields it.
             items: number of items that the loss of the whole window is divided by, or None.
@@ -83,135 +77,91 @@ class SplitSteps:
             Exception: an out-of-memory error, if the policy has no rule for it or the batch
                 cannot be split; a network failure, after the retries of `[retry]`; any other error.
         """
+        trainer = self._trainer
         if self._at_first_part:
-            self._counters.before = CountsBefore(self._trainer)
-            self._tokens = 0
-            if self._trainer.state.global_step != self._first_step:
-                self._access.searches_batch_size = False
-        losses: list[Tensor] = []
-        parts = self._access.parts(
+            self._loop.before = CountsBefore(trainer)
+        total: Any = 0.0
+        parts = trainer_access_of(self._healer).parts(
             inputs,
-            to_split=self._to_split,
-            to_inputs=self._to_inputs,
+            to_split=self._joined_pairs,
+            to_inputs=self._separate_pairs,
             count=self._loss_items,
             split_obstacle=self._obstacle(),
             last_resort=lambda: self._checkpoint_activations(model),
         )
         for number, part in enumerate(parts):
             if part.first and (number or not self._at_first_part):  # the window is repeated
-                losses.clear()
-                assert self._counters.before is not None
-                self._counters.before.restore_in_loss()
-                self._trainer.state.num_input_tokens_seen -= self._tokens
-                self._tokens = 0
+                self._loop.before.restore_in_loss()
+                trainer._tr_loss.copy_(self._loop.before.loss)
+                total = 0.0
             with part:
-                loss = self._train(original, model, self._to_inputs(part.batch), items, part.weight)
-                # A repeated window begins with parts of the earlier micro-batches.
-                if part.batch["micro_batch"] == id(inputs):
-                    losses.append(loss)
-        self._at_first_part = self._trainer.accelerator.gradient_state.sync_gradients
-        if len(losses) == 1:
-            return losses[0]
-        return torch.stack(losses).sum()
+                total = total + self._train(model, self._separate_pairs(part.batch), items, part)
+        self._at_first_part = trainer.accelerator.gradient_state.sync_gradients
+        return total
 
-    def _train(
-        self,
-        call: Callable[..., Tensor],
-        model: Any,
-        inputs: Batch,
-        items: Any,
-        weight: float = 1.0,
-    ) -> Tensor:
-        """Runs forward and backward on a part whose share of its micro-batch is `weight`."""
-        trainer, state = self._trainer, self._trainer.state
-        per_step = trainer.current_gradient_accumulation_steps
-        tokens = state.num_input_tokens_seen
-        share = weight
-        if weight != 1.0 and self._is_sum(inputs, items):
-            share = 1.0
-        backward = trainer.accelerator.backward
+    def _train(self, model: Any, inputs: Batch, items: Any, part: Any) -> Tensor:
+        """Runs forward and backward on a part, and observes its loss."""
+        accelerator, share = self._trainer.accelerator, part.weight
+        backward = accelerator.backward
 
         def backward_of_part(loss: Tensor, **own: Any) -> None:
-            if share != 1.0:
-                loss = loss * share
-            backward(loss, **own)
+            backward(loss * share, **own)
 
-        try:
-            with patched(trainer.accelerator, "backward", backward_of_part):
-                loss = call(model, inputs, items)
-        finally:
-            self._tokens += state.num_input_tokens_seen - tokens
+        if share == 1.0:
+            loss = self._call(model, inputs, items)
+        else:
+            if items is not None:
+                items = items * share
+            with patched(accelerator, "backward", backward_of_part):
+                loss = self._call(model, inputs, items)
         # The loss is divided by the micro-batches or the items of the step, so that the sum over
         # the step is the step's loss. The Healer averages, and multiplies by the part's share.
-        factor = per_step * share / weight
-        observed = loss
-        if factor != 1:
-            observed = loss * factor
-        self._healer.observe(observed)
-        if share != 1.0:
-            loss = loss * share
-        return loss
-
-    def _is_sum(self, inputs: Batch, items: Any) -> bool:
-        """Whether the loss is divided by the items. An own `compute_loss` may ignore them."""
-        loss_of = loss_fn_of(self._trainer)
-        if self._divides_by_items is None and items is not None and loss_of is not None:
-            losses_of = self._access.driver.losses_of
-            once = functools.partial(loss_of, items=items)
-            twice = functools.partial(loss_of, items=2 * items)
-            self._divides_by_items = losses_of(once, [inputs]) != losses_of(twice, [inputs])
-        return bool(self._divides_by_items)
+        per_step = self._trainer.current_gradient_accumulation_steps
+        self._healer.observe(loss if per_step == 1 else loss * per_step)
+        return loss if share == 1.0 else loss * share
 
     def _loss_items(self, batch: Any) -> int:
         """The number of tokens with a label, or of samples, that a mean loss averages over."""
-        inputs = self._to_inputs(batch)
+        inputs = self._separate_pairs(batch)
         labels = None
         if isinstance(inputs, Mapping):
             labels = inputs.get("labels")
         if not isinstance(labels, Tensor) or labels.dim() < 2 or labels.is_floating_point():
             return count_samples(batch)
-        if internals.shifts_labels(self._trainer):  # the first token has no prediction
-            labels = labels[..., 1:]
+        if getattr(self._trainer, "_loss_shifts_labels", True):
+            labels = labels[..., 1:]  # the first token has no prediction
         return int(labels.ne(-100).sum())
 
-    def _to_split(self, inputs: Batch) -> dict[str, Any]:
-        """What is split of a micro-batch: its inputs by pairs, and which micro-batch they are."""
-        return {"inputs": self._pair_rows(inputs, join=True), "micro_batch": id(inputs)}
-
-    def _to_inputs(self, part: Mapping[str, Any]) -> Batch:
-        """The inputs of a part of the result of `_to_split`."""
-        return self._pair_rows(part["inputs"], join=False)
-
-    def _pair_rows(self, inputs: Batch, *, join: bool) -> Batch:
-        """Joins the chosen and rejected row of each pair, or separates them again.
-
-        A joined tensor is (pairs, 2, ...) instead of (2 * pairs, ...), so a split keeps each pair.
-        """
-        if not _is_instance_by_name(self._trainer, _PAIRS):
+    def _joined_pairs(self, inputs: Batch) -> Batch:
+        """What is split of a micro-batch: (pairs, 2, ...) instead of (2 * pairs, ...)."""
+        if not _is_one_of(self._trainer, _PAIRS):
             return inputs
-        tensors = [value for value in inputs.values() if isinstance(value, Tensor)]
-        rows = max(map(len, tensors))
-        changed = dict(inputs)
+        rows = max(len(value) for value in inputs.values() if isinstance(value, Tensor))
+        joined = dict(inputs)
         for name, value in inputs.items():
-            if not isinstance(value, Tensor) or len(value) != rows:
-                continue
-            if join:
-                changed[name] = value.unflatten(0, (2, -1)).transpose(0, 1)
-            elif value.dim() > 1 and value.shape[1] == 2:
-                changed[name] = value.transpose(0, 1).flatten(0, 1)
-        return changed
+            if isinstance(value, Tensor) and len(value) == rows:
+                joined[name] = value.unflatten(0, (2, -1)).transpose(0, 1)
+        return joined
+
+    def _separate_pairs(self, part: Batch) -> Batch:
+        """The inputs of a part of the result of `_joined_pairs`."""
+        if not _is_one_of(self._trainer, _PAIRS):
+            return part
+        inputs = dict(part)
+        for name, value in part.items():
+            if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == 2:
+                inputs[name] = value.transpose(0, 1).flatten(0, 1)
+        return inputs
 
     def _obstacle(self) -> str:
         """Reason why a batch cannot be split, or an empty string."""
         trainer = self._trainer
-        if self._access.searches_batch_size:
-            return "the Trainer first tries a smaller batch (auto_find_batch_size)"
         name = type(trainer).__name__
         if trainer.accelerator.num_processes > 1:
             return "the other ranks would wait for this rank"
-        if internals.generates_batches(trainer):
+        if _generates_batches(trainer):
             return f"{name} generates its batches: lower its batch or completion sizes"
-        if _is_instance_by_name(trainer, _INDIVISIBLE):
+        if _is_one_of(trainer, _INDIVISIBLE):
             return f"the loss of {name} compares the samples of a batch with each other"
         return ""
 
@@ -229,6 +179,104 @@ class SplitSteps:
         return "gradient checkpointing is now on"
 
 
-def _is_instance_by_name(trainer: HfTrainer, names: tuple[str, ...]) -> bool:
+class CountsBefore:
+    """The trainer's counts before a step. Copies one tensor, without a sync.
+
+    TRL's trainers also count tokens and metrics in `compute_loss`, an entry per micro-batch. After
+    an out-of-memory error the micro-batches of a step are repeated, and a comparison of weights
+    calls `compute_loss` as well. Without these copies, both would count twice.
+
+    Args:
+        trainer: the Trainer, between two micro-batches.
+
+    Attributes:
+        step: number of optimizer steps.
+        tokens_seen: number of input tokens, `state.num_input_tokens_seen`.
+        loss: a copy of the Trainer's sum of losses, float32 scalar on the device.
+        counters: copies of the counts, by attribute of the Trainer.
+    """
+
+    def __init__(self, trainer: HfTrainer) -> None:
+        self._trainer = trainer
+        self.step = trainer.state.global_step
+        self.tokens_seen = trainer.state.num_input_tokens_seen
+        self.loss = trainer._tr_loss.clone()
+        self.counters = counters_of(trainer)
+        self._attributes = {**vars(trainer), **self.counters}
+        self._lengths: dict[int, int] = {}
+        for metrics in metrics_of(trainer):
+            for lists in metrics.values():
+                self._lengths.update({id(values): len(values) for values in lists.values()})
+
+    def restore_in_loss(self) -> None:
+        """Restores attributes that `compute_loss` may set. Removes list entries added since.
+
+        The number of floating-point operations stays as it is: repeated operations were done too.
+        Does not restore the sum of losses, to which only a complete micro-batch adds.
+        """
+        trainer, flos = self._trainer, self._trainer.current_flos
+        vars(trainer).clear()
+        vars(trainer).update(self._attributes)
+        trainer.current_flos = flos
+        for metrics in metrics_of(trainer):
+            for lists in metrics.values():
+                for name, values in list(lists.items()):
+                    del values[self._lengths.get(id(values), 0) :]
+                    if not values:
+                        del lists[name]
+
+
+def counters_of(trainer: HfTrainer) -> dict[str, Any]:
+    """The counts that a step changes, by attribute. A trainer has only some of them."""
+    found = {name: getattr(trainer, name) for name in _COUNTERS if hasattr(trainer, name)}
+    return copy.deepcopy(found)
+
+
+def metrics_of(trainer: HfTrainer) -> list[dict[str, Any]]:
+    """TRL's metrics since the last log: mode -> name -> an entry for each micro-batch."""
+    return [getattr(trainer, name, {}) for name in ("_metrics", "_stored_metrics")]
+
+
+def loss_fn_of(trainer: HfTrainer) -> Callable[[Batch], Any] | None:
+    """The trainer's own `compute_loss` of one batch, or None if its losses cannot be compared.
+
+    Trainers that override `_prepare_inputs` (GRPO, RLOO), or do not train by `compute_loss` (Online
+    DPO), train on completions that the current weights generate. The loss of such a batch does not
+    measure the model: advantages have mean zero, so the loss is about 0 for any weights.
+
+    Returns:
+        A function of a batch, as the dataloader yields it. It changes no count and no log.
+    """
+    called = inspect.unwrap(type(trainer).training_step).__code__.co_names
+    if _generates_batches(trainer) or {"compute_loss", "training_step"}.isdisjoint(called):
+        return None
+
+    def loss_of(batch: Batch) -> Any:
+        # compute_loss may change its inputs, log, set attributes, and in TRL change metrics.
+        inputs = trainer._prepare_inputs(copy.deepcopy(batch))
+        given = {}
+        items = trainer._get_num_items_in_batch([inputs], trainer.args.device)
+        if items is not None:
+            given["num_items_in_batch"] = items
+        counts = CountsBefore(trainer)
+        try:
+            with patched(trainer, "log", silent), trainer.compute_loss_context_manager():
+                return trainer.compute_loss(trainer.model, inputs, **given)
+        finally:
+            counts.restore_in_loss()
+
+    return loss_of
+
+
+def silent(*_: Any, **__: Any) -> None:
+    """Replaces a function that logs."""
+
+
+def _generates_batches(trainer: HfTrainer) -> bool:
+    """Whether the trainer makes its training data with the model that it trains (GRPO, RLOO)."""
+    return type(trainer)._prepare_inputs is not Trainer._prepare_inputs
+
+
+def _is_one_of(trainer: HfTrainer, names: set[str]) -> bool:
     """Whether a trainer is of a class of TRL, which need not be installed."""
     return any(kind.__name__ in names for kind in type(trainer).__mro__)

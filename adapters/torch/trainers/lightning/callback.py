@@ -25,6 +25,7 @@ from healcore.runtime.run_options import HostPolicy, TrainerOptions
 from healcore.runtime.store.places import Places
 from healcore.runtime.trainer_access import TrainerAccess, open_healer, trainer_access_of
 from healcore.torch.attachment import Healing
+from healcore.torch.trainers.hook import newest_step, patched
 from healcore.torch.trainers.lightning import trainer_internals as internals
 from healcore.torch.trainers.lightning.clipping import clipping_after_measuring
 from healcore.torch.trainers.lightning.feed import Feed, replaced_fetcher
@@ -33,9 +34,7 @@ from healcore.torch.trainers.lightning.progress import Progress
 from healcore.torch.trainers.lightning.step_loss import StepLoss
 from healcore.torch.trainers.lightning.trainer_internals import Batch, FitLoop, LightningTrainer
 from healcore.torch.trainers.options import resolve_options
-from healcore.torch.trainers.patching import patched
 from healcore.torch.trainers.policy_state import adopt_trainer_checkpoint, healings_of
-from healcore.torch.trainers.stored_run import newest_step
 
 if TYPE_CHECKING or importlib.util.find_spec("lightning") is not None:
     from lightning.pytorch import Callback, LightningModule, Trainer

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from healcore.torch.attachment import Healing
 from healcore.torch.healed_step import StepListener
 from healcore.torch.measurement import Measurement
-from healcore.torch.trainers.patching import patched
+from healcore.torch.trainers.hook import patched
 
 
 def clipping_after_measuring(

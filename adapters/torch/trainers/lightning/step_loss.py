@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from healcore.core.decision import Cause
 from healcore.runtime.faults.classification import classify
 from healcore.runtime.run.witness.loss_function import NotComparable
+from healcore.torch.trainers.hook import patched
 from healcore.torch.trainers.lightning import trainer_internals as internals
 from healcore.torch.trainers.lightning.trainer_internals import Batch, LightningTrainer
-from healcore.torch.trainers.patching import patched
 
 if TYPE_CHECKING or importlib.util.find_spec("lightning") is not None:
     from lightning.pytorch import LightningModule

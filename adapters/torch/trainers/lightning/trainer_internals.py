@@ -35,7 +35,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
-from healcore.torch.trainers.patching import patched
+from healcore.torch.trainers.hook import patched
 
 LightningTrainer: TypeAlias = Any
 """A Lightning `Trainer`, from `lightning` or from `pytorch_lightning`."""

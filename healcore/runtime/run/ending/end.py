@@ -69,11 +69,6 @@ def end_run(run: Run, error: BaseException | None, *, by: EndedBy = "block") -> 
         _try(run, "the steps after the loop were not dropped", run.driver.take_dispatch)
     run.hang_guard.pause()
     run.driver.on_end()
-    searches = state.phase is LoopPhase.SEARCH
-    if error is not None and searches and classify(error).cause is Cause.OOM:
-        _forget(run)
-        _close_parts(run)
-        return run.end
     # What a program does with its weights after its loop, until the end of a block, belongs to a
     # completed run.
     in_block = error is None and by != "exit"
@@ -132,20 +127,6 @@ def _kind_of(run: Run, error: BaseException | None, by: EndedBy) -> Ending:
     if isinstance(error, KeyboardInterrupt):
         return Ending.INTERRUPTED
     return Ending.REQUESTED if isinstance(error, EndRequested) else Ending.EXCEPTION
-
-
-def _forget(run: Run) -> None:
-    """Deletes the first snapshot of a run that has taken no step.
-
-    Called if memory ran out while a trainer searches its batch size, before the first step. The
-    next run then starts again, instead of from a snapshot for another batch size.
-    """
-    with suppress(Exception):
-        run.saver.wait()
-        run.store.delete(run.record.first_step)
-    run.log.info(
-        "memory ran out before the first step: the trainer begins again with a smaller batch"
-    )
 
 
 def _close_parts(run: Run) -> None:

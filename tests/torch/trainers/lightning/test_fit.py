@@ -22,7 +22,7 @@ from healcore import Checkpoints
 from healcore.core.decision import Cause
 from healcore.runtime.run.start import StoreNotEmpty
 from healcore.torch import LightningHealingCallback
-from healcore.torch.trainers.stored_run import newest_step
+from healcore.torch.trainers.hook import newest_step
 from tests.healer.run_directory import new_process
 from tests.healer.run_options import grouped
 from tests.torch.sync_counter import CountSyncs
