@@ -9,6 +9,11 @@ A trainer owns its loop, and its integration opens a `Healer` inside the loop. W
 program owns its loop, and its integration heals the DeepSpeed engine. With Accelerate and Fabric
 the program owns its loop too, and needs no integration.
 
-`hook` has what their callbacks share: `TrainerHook`. The `__init__.py` of each folder lists the
-private names of its library.
+What several integrations use:
+
+    hook          `TrainerHook`, which the callbacks share, and `patched`
+    options       checks the arguments of an integration
+    policy_state  what a trainer reads and loads of the policy's state
+
+The docstring of each folder lists the private names of its library.
 """

@@ -41,7 +41,7 @@ from healcore.torch.trainers.huggingface.loop import HealedLoop
 from healcore.torch.trainers.huggingface.steps import HealedSteps, HfTrainer, loss_fn_of, silent
 
 _FOLDER = "_healcore"
-"""Directory in the Trainer's `output_dir`. `push_to_hub` skips names with a leading underscore."""
+"""Directory in the Trainer's `output_dir`. Uploads to the Hub skip names with an underscore in front."""
 
 
 class TrainerCheckpoints(MemoryStore):
@@ -561,7 +561,7 @@ def _with_healing(original: Callable[..., Any]) -> Callable[..., Any]:
             resume_from_checkpoint = callback._resumed(trainer, resume_from_checkpoint)
 
         def begin_with_own(*event: Any) -> Any:
-            """Begins with the user's objects, which `restore_callback_states_...` replaces.
+            """Begins with the user's objects, which the Trainer may have replaced by copies.
 
             They are the first, so that other callbacks read the corrected `state.epoch`.
             """
