@@ -41,7 +41,7 @@ from healcore.torch.trainers.huggingface.loop import HealedLoop
 from healcore.torch.trainers.huggingface.steps import HealedSteps, HfTrainer, loss_fn_of, silent
 
 _FOLDER = "_healcore"
-"""Directory in the Trainer's `output_dir`. Uploads to the Hub skip names with an underscore in front."""
+"""Directory in the Trainer's `output_dir`. Uploads to the Hub skip a leading underscore."""
 
 
 class TrainerCheckpoints(MemoryStore):
