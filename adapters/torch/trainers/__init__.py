@@ -11,9 +11,8 @@ the program owns its loop too, and needs no integration.
 
 What several integrations use:
 
-    hook          `TrainerHook`, which the callbacks share, and `patched`
-    options       checks the arguments of an integration
-    policy_state  what a trainer reads and loads of the policy's state
+    hook     `TrainerHook`, which the callbacks share, and `patched`
+    options  checks the arguments of an integration
 
 The docstring of each folder lists the private names of its library.
 """

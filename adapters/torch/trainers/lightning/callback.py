@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import torch
@@ -15,26 +13,20 @@ from torch.optim import Optimizer
 
 from healcore.adapter_registry import require
 from healcore.console import info
-from healcore.core.engine import Engine
 from healcore.core.errors import AttachError
-from healcore.policy import Policy, PolicyLike
+from healcore.policy import PolicyLike
 from healcore.policy.loader import can_apply_limit, with_limit
-from healcore.runtime.healer import Healer
-from healcore.runtime.run.incidents.metrics import changed_since
-from healcore.runtime.run_options import HostPolicy, TrainerOptions
+from healcore.runtime.run_options import TrainerOptions
 from healcore.runtime.store.places import Places
-from healcore.runtime.trainer_access import TrainerAccess, open_healer, trainer_access_of
-from healcore.torch.attachment import Healing
-from healcore.torch.trainers.hook import newest_step, patched
-from healcore.torch.trainers.lightning import trainer_internals as internals
-from healcore.torch.trainers.lightning.clipping import clipping_after_measuring
-from healcore.torch.trainers.lightning.feed import Feed, replaced_fetcher
-from healcore.torch.trainers.lightning.fit_state import state_of_fit
-from healcore.torch.trainers.lightning.progress import Progress
+from healcore.runtime.trainer_access import TrainerAccess, trainer_access_of
+from healcore.torch.trainers.hook import TrainerHook, newest_step, patched
+from healcore.torch.trainers.lightning.fit import (
+    Feed,
+    LightningTrainer,
+    Progress,
+    replaced_fetcher,
+)
 from healcore.torch.trainers.lightning.step_loss import StepLoss
-from healcore.torch.trainers.lightning.trainer_internals import Batch, FitLoop, LightningTrainer
-from healcore.torch.trainers.options import resolve_options
-from healcore.torch.trainers.policy_state import adopt_trainer_checkpoint, healings_of
 
 if TYPE_CHECKING or importlib.util.find_spec("lightning") is not None:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -45,23 +37,7 @@ else:
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
 
 
-@dataclass
-class _Fit:
-    """The facts of one `trainer.fit`, from `setup` to its end."""
-
-    progress: Progress
-    """The counters of the fit."""
-    policy: Policy | Engine
-    """The policy, with the Trainer's clipping limit as its own."""
-    store_has_run: bool = False
-    """Whether the run continues from the store."""
-    resumed_by_lightning: bool = False
-    """Whether the run continues from Lightning's own checkpoint."""
-    schedulers: list[Any] = field(default_factory=list)
-    """Lightning's configurations of the learning-rate schedulers with which the fit begins."""
-
-
-class LightningHealingCallback(Callback):
+class LightningHealingCallback(TrainerHook, Callback):
     """Heals `trainer.fit`: clips and skips steps, rolls back within the fit, or stops the run.
 
         trainer = Trainer(max_epochs=3, callbacks=[LightningHealingCallback(store="healing")])
@@ -106,35 +82,21 @@ class LightningHealingCallback(Callback):
         eval_loss: str | None = None,
         **options: Unpack[TrainerOptions],
     ) -> None:
-        healer_options: dict[str, Any] = {**options, "store": store, "loss_fn": loss_fn}
+        self._uses_training_step = loss_fn == "auto"
         if loss_fn == "auto":
-            healer_options["loss_fn"] = None  # a Trainer is needed for it, see `_open`
-        self._policy, self._options = resolve_options(policy, healer_options)
-        # Without a rollback weights are not compared.
-        rolls_back = HostPolicy.of(self._policy, {}).rolls_back
-        self._uses_training_step = loss_fn == "auto" and rolls_back
+            loss_fn = None  # a Trainer is needed for it, see `_open_fit`
+        super().__init__(policy, {**options, "store": store, "loss_fn": loss_fn})
         self._eval_loss = eval_loss
-        self.healer: Healer[Any] | None = None
-        self._fit: _Fit | None = None
-        """The running fit, or None outside of a fit."""
-        self._changes = ExitStack()
-        """Restores the Trainer and its loops."""
-        self._logged: dict[str, float] = {}
-        """The metrics of the last row of the log."""
+        self._progress: Progress | None = None
+        """The counters of the running fit, or None outside of a fit."""
+        self._fit_policy: Any = self._policy
+        """The policy, with the Trainer's clipping limit as its own."""
+        self._store_has_run = False
+        """Whether the fit continues from the store."""
+        self._resumed_by_lightning = False
+        """Whether the fit continues from Lightning's own checkpoint."""
         self._loaded_engines: Mapping[str, Any] = {}
         """Engine states of the Lightning checkpoint that the fit begins with."""
-
-    @property
-    def healings(self) -> Mapping[str, Healing]:
-        """Handles of the optimizers of the last fit, as `healcore.torch.attach` returns them.
-
-        Use them to read the newest decision, or to announce a change of the training.
-
-        Returns:
-            Name -> handle: "optimizer", or "optimizer0", "optimizer1", ... for several optimizers.
-            Empty before the first batch.
-        """
-        return healings_of(self.healer)
 
     # -- start and end --------------------------------------------------------------------------
 
@@ -156,20 +118,27 @@ class LightningHealingCallback(Callback):
                 f"Trainer(strategy={strategy.__name__}) is not supported, because it may shard or "
                 f"replace the optimizer: use one of {', '.join(_STRATEGIES)}"
             )
-        progress = Progress(trainer)
-        fit = self._fit = _Fit(progress, self._policy)
-        progress.open_run = functools.partial(self._run_at_first_batch, trainer, fit)
+        open_run = functools.partial(self._run_at_first_batch, trainer)
+        progress = self._progress = Progress(trainer, open_run)
+        self._fit_policy = self._policy
         newest = trainer.strategy.broadcast(newest_step(self._options["store"]))
-        fit.store_has_run = newest is not None
+        self._store_has_run = newest is not None
+        change = self._changes.enter_context
         if newest is not None:
-            self._choose_checkpoint(trainer, fit, newest)
-        self._changes.enter_context(replaced_fetcher(trainer, progress))
+            connector = trainer._checkpoint_connector
+            restore = functools.partial(
+                self._restore, connector._restore_modules_and_callbacks, newest
+            )
+            change(patched(connector, "_restore_modules_and_callbacks", restore))
+        change(replaced_fetcher(trainer, progress))
         # This callback has to be the first: it restores counters in `on_train_start` before others
         # read them, and saves weights in `on_train_end` before others change them.
         callbacks = [self, *(each for each in trainer.callbacks if each is not self)]
-        self._changes.enter_context(patched(trainer, "callbacks", callbacks))
+        change(patched(trainer, "callbacks", callbacks))
 
-    def _choose_checkpoint(self, trainer: LightningTrainer, fit: _Fit, newest: int) -> None:
+    def _restore(
+        self, original: Callable[..., None], newest: int, path: Any = None, *args: Any
+    ) -> None:
         """Makes Lightning restore its own checkpoint only if the store has no trained step.
 
         Programs pass Lightning's newest checkpoint, which may be some steps newer than the store's.
@@ -177,26 +146,20 @@ class LightningHealingCallback(Callback):
         the run repeats these steps and ends as if it had not been interrupted.
 
         Args:
-            trainer: the Trainer, in `setup` of the fit.
-            fit: its `store_has_run` becomes False if Lightning restores its own checkpoint.
+            original: Lightning's own method, which gets the path of a checkpoint, or None.
             newest: step of the newest checkpoint in the store; 0 for the state before training.
+            path: Lightning's checkpoint, or None.
+            *args: further arguments of Lightning's method.
         """
-
-        def restore_one(
-            restore: Callable[..., None], checkpoint_path: Any, *args: Any, **options: Any
-        ) -> None:
-            if checkpoint_path and not newest:
-                fit.store_has_run = False  # the Healer replaces the state before training
-                restore(checkpoint_path, *args, **options)
-                return
-            if checkpoint_path:
-                info(
-                    f"the store continues the run exactly, from its step {newest}, and not "
-                    f"Lightning's {checkpoint_path}: newer steps in it are repeated"
-                )
-            restore()
-
-        self._changes.enter_context(internals.replaced_restore(trainer, restore_one))
+        if path and newest:
+            info(
+                f"the store continues the run exactly, from its step {newest}, and not "
+                f"Lightning's {path}: newer steps in it are repeated"
+            )
+            path = None
+        elif path:
+            self._store_has_run = False  # the Healer replaces the state before training
+        original(path, *args)
 
     def on_train_start(self, trainer: LightningTrainer, pl_module: LightningModule) -> None:
         """Begins a run. Opens its Healer if the store has a checkpoint.
@@ -204,32 +167,16 @@ class LightningHealingCallback(Callback):
         The hooks of the first epoch then see the epoch of the checkpoint. They may change the
         initial state, so the Healer of a new run is opened with the first batch.
         """
-        fit = self._fit
-        if fit is None:
+        progress, loop = self._progress, trainer.fit_loop
+        if progress is None:
             return
         # LearningRateFinder and BatchSizeFinder set `ckpt_path` too, to a checkpoint of step 0.
-        fit.resumed_by_lightning = trainer.ckpt_path is not None and trainer.global_step > 0
-        if fit.resumed_by_lightning and self._options["store"] is not None:
-            path = trainer.ckpt_path
-            info(f"Lightning's {path} continues the run, because the store has no trained step")
-        limit = trainer.gradient_clip_val
+        self._resumed_by_lightning = trainer.ckpt_path is not None and trainer.global_step > 0
+        limit, change = trainer.gradient_clip_val, self._changes.enter_context
         if limit and trainer.gradient_clip_algorithm != "value" and can_apply_limit(self._policy):
-            fit.policy = with_limit(self._policy, float(limit))
-            self._changes.enter_context(patched(trainer, "gradient_clip_val", None))
-        loop = trainer.fit_loop
-        self._read_last_steps_of_epochs(loop)
-        fit.schedulers = [*trainer.lr_scheduler_configs]
-        if not isinstance(internals.fetcher_of(loop), Feed):  # a search has made it
-            feed = Feed(trainer, fit.progress)
-            internals.set_fetcher(loop, feed)
-            feed.setup(internals.combined_loader_of(loop), begun=True)
-        if fit.store_has_run:
-            self._resume(trainer, fit)
-
-    def _read_last_steps_of_epochs(self, fit: FitLoop) -> None:
-        """Replaces a method of Lightning's loop, because no callback runs at its moment."""
-        loop = fit.epoch_loop
-        loop_on_advance_end = loop.on_advance_end
+            self._fit_policy = with_limit(self._policy, float(limit))
+            change(patched(trainer, "gradient_clip_val", None))
+        on_advance_end = loop.epoch_loop.on_advance_end
 
         def read_last_steps(data_fetcher: Any) -> None:
             """Reads the last steps of an epoch, which may roll the run back into the epoch.
@@ -237,22 +184,28 @@ class LightningHealingCallback(Callback):
             Lightning requests no batch after the last batch. Its callbacks run before the loop's
             counters are complete, or after the end of the loop.
             """
-            loop_on_advance_end(data_fetcher)
-            if self.healer is not None and loop.done:
+            on_advance_end(data_fetcher)
+            if self.healer is not None and loop.epoch_loop.done:
                 self.healer.after_step(last=True)
                 # The hooks and schedulers of the epoch follow.
                 trainer_access_of(self.healer).mark_step_unfinished()
 
-        self._changes.enter_context(patched(loop, "on_advance_end", read_last_steps))
+        change(patched(loop.epoch_loop, "on_advance_end", read_last_steps))
+        progress.schedulers = [*trainer.lr_scheduler_configs]
+        if not isinstance(loop._data_fetcher, Feed):  # a search has made it
+            loop._data_fetcher = Feed(trainer, progress)
+            loop._data_fetcher.setup(loop._combined_loader, begun=True)
+        if self._store_has_run:
+            self._resume(trainer, progress)
 
-    def _resume(self, trainer: LightningTrainer, fit: _Fit) -> None:
+    def _resume(self, trainer: LightningTrainer, progress: Progress) -> None:
         """Opens the Healer of a run that continues, before the hooks of the first epoch."""
         loop = trainer.fit_loop
-        access = self._open(trainer, fit)
-        internals.mark_resumed(loop)
-        if access.had_completed and fit.progress.saved_limits == fit.progress.limits():
+        access = self._open_fit(trainer, progress)
+        loop._resuming_from_checkpoint = True  # otherwise it calls `iter` once more, which draws
+        if access.had_completed and progress.saved_limits == progress.limits():
             trainer.should_stop = True  # also a fit that another callback has stopped
-        if internals.reloads_dataloaders_now(loop):
+        if loop._should_reload_train_dl:
             epoch, every = trainer.current_epoch, trainer.reload_dataloaders_every_n_epochs
             count = loop.epoch_progress.current
             count.completed -= epoch % every  # `train_dataloader` may read `current_epoch`
@@ -265,7 +218,7 @@ class LightningHealingCallback(Callback):
         Lightning calls this after the last epoch. Other callbacks may change weights in the same
         hook, so this callback is the first of the fit.
         """
-        self._close(None)
+        self._end(None)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -279,7 +232,7 @@ class LightningHealingCallback(Callback):
             pl_module: the module.
             exception: the exception that ends the fit, also KeyboardInterrupt and SystemExit.
         """
-        self._close(exception)
+        self._end(exception)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Ends the run, and restores the Trainer's `gradient_clip_val`.
@@ -287,21 +240,15 @@ class LightningHealingCallback(Callback):
         After `on_train_end` there is nothing left to do. A fit that trained no epoch has only this
         hook.
         """
-        self._close(None)
+        self._end(None)
 
-    def _close(self, error: BaseException | None) -> None:
-        """Restores the Trainer, and ends the Healer. A second call does nothing.
-
-        Args:
-            error: the exception that ends the fit, or None.
-        """
-        self._changes.close()
-        fit = self._fit
-        self._fit = None
-        if fit is None or self.healer is None:
+    def _end(self, error: BaseException | None) -> None:
+        """Restores the Trainer, and ends the Healer. A second call does nothing."""
+        if self._progress is None:
             return
+        self._progress = None
         self._loaded_engines = {}
-        if type(error).__name__ == "SIGTERMException":
+        if self.healer is not None and type(error).__name__ == "SIGTERMException":
             # Lightning raises this after a step, before the Healer has processed the step.
             try:
                 self.healer.after_step()
@@ -310,7 +257,7 @@ class LightningHealingCallback(Callback):
                 # Without this exit status, Lightning would exit with 0.
                 by_lightning.code = getattr(ended, "code", 1)
                 error = ended
-        self.healer.close(error)
+        self._close(error)
 
     def state_dict(self) -> dict[str, Any]:
         """The states of the engines for Lightning's checkpoints. One sync on a GPU.
@@ -321,7 +268,7 @@ class LightningHealingCallback(Callback):
         Returns:
             "engines" -> name of an optimizer -> state; empty before the first batch.
         """
-        engines = {name: healing.state_dict() for name, healing in self.healings.items()}
+        engines = self._engines()
         if not engines:
             return {}
         return {"engines": engines}
@@ -340,30 +287,31 @@ class LightningHealingCallback(Callback):
     # -- the steps ------------------------------------------------------------------------------
 
     def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int
+        self, trainer: LightningTrainer, pl_module: LightningModule, batch: object, batch_idx: int
     ) -> None:
         """Logs the counts that have changed (`heal/skips`, ...), every `log_every_n_steps`.
 
         Calls the loggers itself, as LearningRateMonitor does: `self.log` would copy each number to
         the device.
         """
-        if self._fit is None or not internals.logs_this_step(trainer):
+        if self._progress is None or not trainer.loggers:
             return
-        metrics: dict[str, float] = {}
-        if trainer.loggers and self.healer is not None:
-            metrics = changed_since(self._logged, self.healer.metrics())
+        if not trainer._logger_connector.should_update_logs:
+            return
+        metrics = self._new_metrics()
         for logger in trainer.loggers if metrics else ():
-            logger.log_metrics(metrics, step=internals.logged_step(trainer.fit_loop))
+            logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:  # type: ignore[override]
+    def on_train_batch_end(self, trainer: LightningTrainer, *_: Any) -> None:
         """Within an accumulation, defers the end by SIGTERM to the step, which can be saved.
 
         Lightning ends the fit after the micro-batch of the signal, and its gradients would be lost.
+        The Healer remembers the signal.
         """
-        if self._fit is None or self.healer is None or not trainer.received_sigterm:
+        if self._progress is None or self.healer is None or not trainer.received_sigterm:
             return
         if trainer_access_of(self.healer).driver.window.is_accumulating():
-            internals.put_off_sigterm(trainer)
+            trainer._signal_connector.received_sigterm = False
 
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
@@ -373,7 +321,7 @@ class LightningHealingCallback(Callback):
         With several optimizers (manual optimization), the loss belongs to the optimizer that steps
         next. A GAN's generator is therefore not judged by the discriminator's loss.
         """
-        if self._fit is None:
+        if self._progress is None:
             return
         # Undoes two changes by Lightning: the GradScaler's scale, and the division by
         # accumulate_grad_batches (only in automatic optimization). The scale stays on the device.
@@ -403,7 +351,7 @@ class LightningHealingCallback(Callback):
         Does nothing without the argument `eval_loss`, in the sanity check before the training, and
         if validation has not logged a metric of that name.
         """
-        if self._fit is None or trainer.sanity_checking or self._eval_loss is None:
+        if self._progress is None or trainer.sanity_checking or self._eval_loss is None:
             return
         value = trainer.callback_metrics.get(self._eval_loss)
         if value is not None and self.healer is not None:
@@ -411,56 +359,69 @@ class LightningHealingCallback(Callback):
 
     # -- opening the run ------------------------------------------------------------------------
 
-    def _run_at_first_batch(self, trainer: LightningTrainer, fit: _Fit) -> TrainerAccess:
+    def _run_at_first_batch(self, trainer: LightningTrainer) -> TrainerAccess:
         """The open run, when Lightning requests the first batch.
 
         Every checkpoint is taken at this point of the loop, so a rollback can restore the loop's
-        counters. Hooks have run since an earlier `_open`, so the checkpoint is loaded again.
+        counters. Hooks have run since the run was opened, so the checkpoint is loaded again.
         """
+        assert self._progress is not None
         if self.healer is None:
-            access = self._open(trainer, fit)
+            access = self._open_fit(trainer, self._progress)
         else:
             access = trainer_access_of(self.healer)
         access.reload_before_first_batch()
         return access
 
-    def _open(self, trainer: LightningTrainer, fit: _Fit) -> TrainerAccess:
+    def _open_fit(self, trainer: LightningTrainer, progress: Progress) -> TrainerAccess:
         """Opens the Healer, which resumes the run in its store."""
-        options = dict(self._options)
-        loss_fn = options["loss_fn"]
-        if loss_fn is not None:
+        loss_fn = self._options["loss_fn"]
 
-            def loss_on_device(batch: Batch) -> Any:
-                passed = internals.fetcher_of(trainer.fit_loop).as_passed(batch)
-                return loss_fn(trainer.strategy.batch_to_device(passed))
+        def as_passed(batch: Any) -> Any:
+            return trainer.fit_loop._data_fetcher.as_passed(batch)
 
-            options["loss_fn"] = loss_on_device
-        elif self._uses_training_step:
-            options["loss_fn"] = self._training_loss(trainer)
-        state = state_of_fit(trainer, fit.progress, fit.schedulers)
-        healer = Healer(fit.policy, state=state, **options)
-        access = open_healer(healer)
-        self.healer = healer
-        self._logged = {}
+        def loss_on_device(batch: Any) -> Any:
+            return loss_fn(trainer.strategy.batch_to_device(as_passed(batch)))
+
+        passed: Any = None if loss_fn is None else loss_on_device
+        if self._uses_training_step:
+            passed = StepLoss(trainer, as_passed)
+            if passed.obstacle:
+                info(
+                    "no weights are compared, because training_step cannot be called again: "
+                    f"{passed.obstacle}; pass loss_fn=, a function that returns the loss of a batch"
+                )
+                passed = None
+        access = self._open(self._fit_policy, progress.state_of_fit(), loss_fn=passed)
         if trainer.lightning_module.automatic_optimization:
-            clipping = clipping_after_measuring(trainer.precision_plugin, self.healings)
-            self._changes.enter_context(clipping)
-        if fit.resumed_by_lightning:
-            adopt_trainer_checkpoint(healer, self._loaded_engines)
+            self._clip_after_judging(trainer.precision_plugin)
+        if self._resumed_by_lightning:
+            self._adopt(self._loaded_engines)
         return access
 
-    def _training_loss(self, trainer: LightningTrainer) -> StepLoss | None:
-        """The loss by `training_step`, or None with a line if the call cannot be undone."""
+    def _clip_after_judging(self, plugin: Any) -> None:
+        """Postpones Lightning's clipping of a step until the policy has judged it.
 
-        def as_passed(batch: Batch) -> Batch:
-            return internals.fetcher_of(trainer.fit_loop).as_passed(batch)
+        Lightning clips in the closure of a step, which is evaluated before the policy judges.
+        """
+        clip_now = plugin.clip_gradients
+        postponed: dict[Optimizer, Callable[[], None]] = {}
+        steps = {each.optimizer: each.healed_step for each in self.healings.values()}
 
-        loss = StepLoss(trainer, as_passed)
-        obstacle = loss.obstacle
-        if obstacle:
-            info(
-                "no weights are compared, because training_step cannot be called again: "
-                f"{obstacle}; pass loss_fn=, a function that returns the loss of a batch"
-            )
-            return None
-        return loss
+        def clip(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            call = functools.partial(clip_now, optimizer, *args, **kwargs)
+            if optimizer not in steps or steps[optimizer].in_update:  # L-BFGS evaluates again
+                call()
+            else:
+                postponed[optimizer] = call
+
+        def judged_and_clipped(optimizer: Optimizer, judged: Any, measured: Any) -> None:
+            judged(measured)
+            if optimizer in postponed:
+                postponed.pop(optimizer)()
+
+        change = self._changes.enter_context
+        for optimizer, step in steps.items():
+            judged = functools.partial(judged_and_clipped, optimizer, step.listener.judged)
+            change(patched(step.listener, "judged", judged))
+        change(patched(plugin, "clip_gradients", clip))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import enum
+import copy
+import gc
 import importlib.util
-import random
 import types
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,8 +19,6 @@ from healcore.core.decision import Cause
 from healcore.runtime.faults.classification import classify
 from healcore.runtime.run.witness.loss_function import NotComparable
 from healcore.torch.trainers.hook import patched
-from healcore.torch.trainers.lightning import trainer_internals as internals
-from healcore.torch.trainers.lightning.trainer_internals import Batch, LightningTrainer
 
 if TYPE_CHECKING or importlib.util.find_spec("lightning") is not None:
     from lightning.pytorch import LightningModule
@@ -30,96 +27,56 @@ else:
     from pytorch_lightning import LightningModule
     from pytorch_lightning.loggers.logger import DummyLogger
 
-Undo = Callable[[], object]
-
 _MAX_PARTS = 20_000
-"""Objects in the attributes of a module that are looked at before each evaluation."""
+"""Objects in an attribute of a module that are copied for an evaluation."""
 _MAX_BYTES = 1 << 24
-"""Size of the largest array that is copied before each evaluation."""
-_CONSTANT = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    range,
-    slice,
-    type(...),
-    type,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.MethodType,
-    types.ModuleType,
-    enum.Enum,
-    np.generic,
-    np.dtype,
-    torch.dtype,
-    torch.device,
-    torch.Size,
-)
-"""Types whose values no `training_step` changes."""
-_CONSTANT_PACKAGES = {
-    "argparse",
-    "datetime",
-    "functools",
-    "inspect",
-    "logging",
-    "pathlib",
-    "re",
-    "typing",
+"""Size of the arrays in an attribute of a module that are copied for an evaluation."""
+_SHARED = (nn.Module, type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
+"""Types whose values are not copied. Modules are restored by their own attributes."""
+_SHARED_PACKAGES = {
     "lightning",
     "lightning_fabric",
+    "logging",
+    "omegaconf",
     "pytorch_lightning",
-    "torch",
+    "tokenizers",
     "torchaudio",
     "torchvision",
-    "omegaconf",
-    "tokenizers",
-    "torchmetrics",
     "transformers",
 }
-"""Packages whose objects, apart from modules and tensors, no `training_step` changes."""
+"""Packages whose objects no `training_step` changes."""
 
 
 class StepLoss:
     """Calls `training_step` on a batch again, and undoes what the call changes.
 
-    `self.log`, `self.print` and the loggers do nothing during the call. Afterwards the attributes
-    of the module and of the modules in it (metrics of torchmetrics, counters, lists of outputs)
-    have their earlier values; `TorchWeights` restores buffers, gradients, modes and generators.
+    `self.log`, `self.print` and the loggers do nothing during the call. The module and the modules
+    in it (metrics of torchmetrics) have copies of their attributes meanwhile: counters, lists of
+    outputs, generators. `TorchWeights` restores buffers, gradients, modes and global generators.
 
     Args:
         trainer: the Trainer, whose strategy moves the batch and sets the precision.
         as_passed: converts a batch of the Healer to the batch that Lightning passes.
     """
 
-    def __init__(self, trainer: LightningTrainer, as_passed: Callable[[Batch], Batch]) -> None:
+    def __init__(self, trainer: Any, as_passed: Callable[[Any], Any]) -> None:
         self._trainer = trainer
         self._as_passed = as_passed
-        self._internal = {*vars(nn.Module()), *vars(LightningModule()), internals.HPARAMS}
+        self._internal = {*vars(nn.Module()), *vars(LightningModule()), "_hparams"}
         """Attributes that the frameworks own."""
 
     @property
     def obstacle(self) -> str:
-        """Reason why a call cannot be undone, or an empty string.
-
-        Looks at all attributes of the module, as a call does. A module that keeps a large array or
-        an object of unknown type in an attribute cannot be restored, so its weights are not
-        compared.
-        """
-        module = self._trainer.lightning_module
-        if not module.automatic_optimization:
+        """Reason why a call cannot be undone, or an empty string."""
+        if not self._trainer.lightning_module.automatic_optimization:
             return "its optimization is manual, so training_step changes the weights itself"
         try:
-            for _ in self._undo_attributes():
-                pass
+            self._copied()
         except NotComparable as error:
             return str(error)
         return ""
 
-    def __call__(self, batch: Batch) -> Any:
+    def __call__(self, batch: Any) -> Any:
         """The result of `training_step` for one batch.
 
         Args:
@@ -129,18 +86,20 @@ class StepLoss:
             The loss, or a dictionary with the key "loss".
 
         Raises:
-            NotComparable: the call has raised, has returned no loss, or has changed what cannot be
-                restored.
+            NotComparable: the call has raised, has returned no loss, or an attribute cannot be
+                copied.
         """
         trainer, module = self._trainer, self._trainer.lightning_module
-        undo = [*self._undo_attributes()]
+        copied = self._copied()
         try:
+            for attributes, _, copies in copied:
+                attributes.update(copies)
             with ExitStack() as stack:
                 for name in ("log", "log_dict", "print"):
                     stack.enter_context(patched(module, name, _silent))
                 if trainer.loggers:
-                    stack.enter_context(internals.replaced_loggers(trainer, [DummyLogger()]))
-                result = internals.training_step(trainer, self._as_passed(batch))
+                    stack.enter_context(patched(trainer, "_loggers", [DummyLogger()]))
+                result = self._training_step(batch)
         except Exception as error:
             # `TorchWeights` tries again with gradients, and comparisons with smaller parts.
             wants_gradients = not torch.is_grad_enabled() and "not require grad" in str(error)
@@ -149,110 +108,69 @@ class StepLoss:
             text = f"training_step raised {type(error).__name__} when it was called again: {error}"
             raise NotComparable(text) from error
         finally:
-            for restore in reversed(undo):
-                restore()
+            for attributes, own, _ in copied:
+                for name in attributes.keys() - own.keys() - self._internal:
+                    del attributes[name]
+                attributes.update(own)
         if result is None:
             raise NotComparable("training_step returns no loss")
         return result
 
-    def _undo_attributes(self) -> Iterator[Undo]:
-        """Yields functions that restore the attributes of all modules.
+    def _training_step(self, batch: Any) -> Any:
+        """Calls `training_step` as Lightning does: precision, batch hooks, device, strategy."""
+        trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
+        batch = trainer.precision_plugin.convert_input(self._as_passed(batch))
+        batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+        batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+        arguments = loop._build_kwargs(OrderedDict(), batch, max(loop.batch_idx, 0))
+        return trainer.strategy.training_step(*arguments.values())
 
-        Raises NotComparable if an attribute holds something that cannot be restored.
+    def _copied(self) -> list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
+        """All attributes, the program's own and copies of these, of each module in the module.
+
+        Raises NotComparable if an attribute is too large, or cannot be copied.
         """
-        known: set[int] = set()
-        for path, module in self._trainer.lightning_module.named_modules(prefix="self"):
-            # A metric has internal attributes too, such as the number of its updates.
-            attributes = vars(module)
+        module, found = self._trainer.lightning_module, []
+        memo = {id(each): each for each in (*module.parameters(), *module.buffers())}
+        for path, each in module.named_modules(prefix="self"):
+            attributes = vars(each)
             own = {name: v for name, v in attributes.items() if name not in self._internal}
-            yield partial(self._restore, attributes, own)
+            copies = {}
             for name, value in own.items():
-                yield from _undo(value, f"{path}.{name}", known)
-
-    def _restore(self, attributes: dict[str, Any], own: Mapping[str, Any]) -> None:
-        """Sets the attributes of a module back to `own`, except attributes of the frameworks."""
-        for name in attributes.keys() - own.keys() - self._internal:
-            del attributes[name]
-        attributes.update(own)
+                _prepare(value, f"{path}.{name}", memo)
+                try:
+                    copies[name] = copy.deepcopy(value, memo)
+                except Exception as error:
+                    text = f"{path}.{name} cannot be copied for the call: {error}"
+                    raise NotComparable(text) from error
+            found.append((attributes, own, copies))
+        return found
 
 
 def _silent(*_: Any, **__: Any) -> None: ...
 
 
-def _undo(value: Any, path: str, known: set[int]) -> Iterator[Undo]:
-    """Yields functions that restore a value and everything in it, in place."""
-    if isinstance(value, (*_CONSTANT, nn.Module)) or id(value) in known:
-        return
-    known.add(id(value))
-    if len(known) > _MAX_PARTS:
-        raise NotComparable(f"{path} and the other attributes hold more than {_MAX_PARTS} objects")
-    if isinstance(value, Tensor):
-        if value.numel() * value.element_size() <= _MAX_BYTES:
-            copied = value.detach().clone()
-            yield partial(_write_if_changed, value, copied)
-        elif not value.is_inference():
-            yield partial(_raise_if_changed, value, value._version, path)
-    elif isinstance(value, np.ndarray):
-        if value.nbytes > _MAX_BYTES or value.dtype.hasobject:
-            raise NotComparable(f"{path} is a large array, which training_step may change")
-        if value.flags.writeable:
-            yield partial(np.copyto, value, value.copy())
-    elif isinstance(value, np.random.Generator):
-        generator = value.bit_generator
-        yield partial(setattr, generator, "state", generator.state)
-    elif isinstance(value, random.Random):
-        yield partial(value.setstate, value.getstate())
-    elif isinstance(value, torch.Generator):
-        yield partial(value.set_state, value.get_state())
-    elif isinstance(value, list | deque):
-        yield partial(_replace, value, list(value))
-        for i, item in enumerate(value):
-            yield from _undo(item, f"{path}[{i}]", known)
-    elif isinstance(value, set):
-        yield partial(_replace, value, set(value))
-    elif isinstance(value, tuple | frozenset):
-        for i, item in enumerate(value):
-            yield from _undo(item, f"{path}[{i}]", known)
-    elif isinstance(value, MutableMapping):
-        yield partial(_replace, value, dict(value))
-        for key, item in value.items():
-            yield from _undo(item, f"{path}[{key!r}]", known)
-    elif type(value).__module__.partition(".")[0] not in _CONSTANT_PACKAGES:
-        yield from _undo_object(value, path, known)
+def _prepare(value: Any, path: str, memo: dict[int, Any]) -> None:
+    """Adds to the memo of `deepcopy` what it must not copy, and tensors, which it may refuse.
 
-
-def _undo_object(value: Any, path: str, known: set[int]) -> Iterator[Undo]:
-    """Yields functions that restore the attributes of an object of the program."""
-    attributes = getattr(value, "__dict__", None)
-    slots = any("__slots__" in vars(kind) for kind in type(value).__mro__)
-    if not isinstance(attributes, dict) or slots:
-        raise NotComparable(
-            f"{path} is a {type(value).__name__}, whose changes by training_step cannot be undone"
-        )
-    yield partial(_replace, attributes, dict(attributes))
-    for name, item in attributes.items():
-        yield from _undo(item, f"{path}.{name}", known)
-
-
-def _replace(container: Any, items: Any) -> None:
-    """Gives a list, a deque, a set or a dictionary earlier items, in place."""
-    container.clear()
-    if isinstance(items, list):
-        container.extend(items)
-    else:
-        container.update(items)
-
-
-def _write_if_changed(tensor: Tensor, copied: Tensor) -> None:
-    """Restores the values of a tensor in place.
-
-    A write of the same values would change the tensor's version, which autograd checks.
+    Raises NotComparable if the value is too large.
     """
-    if not torch.equal(tensor.detach(), copied):
-        tensor.data.copy_(copied)
-
-
-def _raise_if_changed(tensor: Tensor, version: int, path: str) -> None:
-    """Raises NotComparable if a tensor without a copy was written in place since `version`."""
-    if tensor._version != version:
-        raise NotComparable(f"training_step has changed {path}, a tensor that is too large to copy")
+    pending, size = [value], 0
+    seen: set[int] = set()
+    while pending:
+        each = pending.pop()
+        if id(each) in seen or id(each) in memo:
+            continue
+        seen.add(id(each))
+        package = type(each).__module__.partition(".")[0]
+        if isinstance(each, _SHARED) or package in _SHARED_PACKAGES:
+            memo[id(each)] = each
+            continue
+        if isinstance(each, Tensor | np.ndarray):
+            size += each.nbytes
+        if size > _MAX_BYTES or len(seen) > _MAX_PARTS:
+            raise NotComparable(f"{path} is too large to be copied for the call")
+        if isinstance(each, Tensor):
+            memo[id(each)] = each.detach().clone()
+        else:
+            pending += gc.get_referents(each)

@@ -312,7 +312,6 @@ def test_ckpt_path_begins_a_run_that_the_store_does_not_have(steps, tmp_path: Pa
     module = run(
         healing(checkpoints=Checkpoints(every=2)), ends=steps[1] if len(steps) == 2 else -1
     )
-    assert "own/last.ckpt continues the run, because the store has no trained step" in caplog.text
     if module is not None:
         assert module.seen[0].step == 2
         assert torch.equal(vector(module), plain)

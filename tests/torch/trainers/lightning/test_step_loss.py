@@ -139,7 +139,8 @@ def test_damaged_weights_are_rolled_back_without_a_loss_fn():
 
 
 class Handle:
-    __slots__ = ("at",)
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("a simulator written in C")
 
 
 class Acting(Regression):
@@ -195,8 +196,8 @@ def test_a_step_that_differentiates_is_compared_with_the_same_bits():
     ("make", "why"),
     [
         pytest.param(Gan, "its optimization is manual", id="manual optimization"),
-        pytest.param(Acting, r"self.env['world'] is a Handle", id="environment"),
-        pytest.param(Large, "self.replay is a large array", id="large array"),
+        pytest.param(Acting, "self.env cannot be copied", id="environment"),
+        pytest.param(Large, "self.replay is too large", id="large array"),
         pytest.param(
             Once,
             "training_step raised RuntimeError when it was called again: a step of its own",
