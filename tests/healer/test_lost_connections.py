@@ -388,7 +388,7 @@ def test_batches_that_are_dropped_to_go_back_are_read_again_too(tmp_path):
     assert [number_of(cursor.next()) for _ in range(2)] == [0, 1]
     position = cursor.position()
     assert [number_of(cursor.next()) for _ in range(2)] == [2, 3]
-    assert cursor.rewind(position)
+    assert cursor.seek(position) is None
     assert [number_of(cursor.next()) for _ in range(4)] == [2, 3, 4, 5]
     assert network.count.stat().st_size > 12
 
@@ -400,4 +400,4 @@ def test_a_stream_that_dies_while_it_is_moved_forward_does_not_count_as_read(tmp
         longer.next()
     cursor = cursor_over(generated(Network(tmp_path, 3, error=lost)))
     with pytest.raises(ConnectionResetError):
-        cursor.fast_forward(longer.position())
+        cursor.seek(longer.position(), reads_forward=True)

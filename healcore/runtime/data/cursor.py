@@ -1,16 +1,15 @@
-"""The data cursor, which yields batches with permanent ids and rewinds if the loader can."""
+"""The data cursor, which yields batches with permanent ids and returns to earlier ones."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from healcore.console import counted, error_text
+from healcore.console import error_text
 from healcore.core.decision import Cause
-from healcore.runtime.data.loaders import Loader, SamplerEpochs, class_name
+from healcore.runtime.data.loaders import Loader, class_name, epoch_number, set_epoch_number
 from healcore.runtime.data.positions import (
     BatchId,
     DataError,
@@ -21,16 +20,9 @@ from healcore.runtime.data.positions import (
     check_division,
     decode_position,
     division,
-    place_of,
-    states_text,
+    state_text,
 )
-from healcore.runtime.data.random_states import (
-    RandomStates,
-    generator_state,
-    random_states,
-    set_generator_states,
-    set_random_states,
-)
+from healcore.runtime.data.random_states import random_states, set_random_states
 from healcore.runtime.data.readers import (
     Reader,
     RewindObstacle,
@@ -45,9 +37,6 @@ if TYPE_CHECKING:
     from healcore.runtime.faults.retry import Retries
 
 T = TypeVar("T")
-_MAX_POSITIONS = 4
-"""Number of positions from which an earlier batch can be reached. Two are not enough: the last
-position may be of the epoch after the batch's epoch."""
 
 Limit = Callable[[int], int] | None
 """Takes the number of an epoch and returns its largest number of batches; None for no limit."""
@@ -56,12 +45,13 @@ Limit = Callable[[int], int] | None
 class Cursor:
     """Reads the epochs of a loader that a loop asks for, skips batches, and moves to positions.
 
+    There is one way to another place (`_move_to`): at a start, at a rollback, and to read a batch
+    again after a failure in the network. The loader may have passed that batch, or may have drawn
+    numbers for it.
+
     Nothing is read ahead. Beginning an epoch may draw random numbers (torch loaders do), and
     `position` may begin an epoch. So take the position before the random state, and restore them in
     that order.
-
-    After a failure in the network the batch is read again. The loader may have passed the batch, or
-    may have drawn numbers for it. So loader and random states are moved back first.
 
     Args:
         loader: any object that can be iterated over, or a function without arguments that makes
@@ -77,6 +67,7 @@ class Cursor:
         is_used_up: whether the loader is an iterator that has yielded its last batch.
         unreadable: the batch whose reading made the last `next` raise, or None.
         skipped_batch_ids: ids of the batches to skip, also before the current position.
+        passed_over: ids of the batches that were skipped, in order, until the caller clears it.
 
     Raises:
         UnusableLoader: the loader cannot be iterated over, or has fewer epochs.
@@ -90,8 +81,7 @@ class Cursor:
         >>> cursor.skipped_batch_ids.add(BatchId(0, 1))
         >>> cursor.next()
         ('c', BatchId(epoch=0, index=2))
-        >>> cursor.rewind(before)
-        True
+        >>> cursor.seek(before)
         >>> cursor.next()
         ('a', BatchId(epoch=0, index=0))
     """
@@ -117,8 +107,7 @@ class Cursor:
         self.is_used_up = False
         self.unreadable: BatchId | None = None
         self.skipped_batch_ids: set[BatchId] = set()
-        self._skipped: list[BatchId] = []
-        """The batches skipped since `take_skipped`."""
+        self.passed_over: list[BatchId] = []
         self._end: float = 0
         """Reading ends before this epoch. Infinity for no end."""
         self._batches: Iterator[Any] | None = None
@@ -127,17 +116,18 @@ class Cursor:
         """Whether an epoch has ended and the next one has not begun, so that the loader's state is
         the state from which it begins. It does not begin only to take the state: it may draw an
         order before the program's code after the epoch has drawn its own numbers."""
-        self._is_restored = False
-        """Whether the epoch was restored, and no batch was read since: it may have none left."""
-        self._sampler_epochs = SamplerEpochs(loader)
-        self._positions: deque[SavedPosition] = deque(maxlen=_MAX_POSITIONS)
-        """The last positions, from which an earlier batch can be reached."""
-        self._begin_states: RandomStates = {}
+        self._is_moved = False
+        """Whether no batch of the epoch was read since a move: it may have none left."""
+        self._requested: float = 0
+        """Epoch that the user's loop has asked for, which has called `set_epoch` itself; or -1."""
+        self._first_number: int | None = None
+        """Argument of `set_epoch` for epoch 0, or None before the first epoch."""
+        self._known: SavedPosition | None = None
+        """The newest position, from which a later batch of its epoch can be reached."""
+        self._begin_states: Mapping[str, Any] = {}
         """Random states of before the epoch has begun."""
         self._error: Exception | None = None
         """The exception of the last read, or None if it has succeeded."""
-        self._rewind_error: RewindObstacle | None = None
-        """Why the last `rewind` has failed, or None."""
         self._retries = retries
         self._reader: Reader = self._call_patiently(lambda: reader_for(loader))
         """Begins epochs of the loader."""
@@ -145,34 +135,28 @@ class Cursor:
 
     # -- epochs ---------------------------------------------------------------------------------
 
-    def extend(self, epochs: int | None = 1) -> None:
-        """Allows further epochs, for programs that call `next` within their own `for epoch` loop.
-
-        After a rewind into an earlier epoch, `next` finishes that epoch first. After a resume in a
-        later epoch, `next` ends at once until the outer loop has reached that epoch.
+    def read_epochs(self, first: float, epochs: int | None) -> None:
+        """Makes `next` end after some epochs, for a loop that begins.
 
         Args:
-            epochs: number of further epochs, or None for no end.
+            first: number of the first epoch, for which the program may have called `set_epoch`.
+            epochs: number of epochs, or None for no end.
 
         Raises:
             DataError: `epochs` is not a whole number >= 1.
             UnusableLoader: the loader is an iterator, and `epochs` is above 1.
         """
-        self.read_epochs(self._end, epochs)
-
-    def read_epochs(self, first: float, epochs: int | None) -> None:
-        """Makes `next` end after some epochs, from number `first` on; see `extend`."""
-        if epochs is not None and (type(epochs) is not int or epochs < 1):
+        if epochs is None:
+            self._end = math.inf
+            return
+        if type(epochs) is not int or epochs < 1:
             raise DataError(f"epochs is a whole number >= 1, or None for no end, not {epochs!r}")
-        if self._is_iterator and epochs is not None and epochs > 1:
+        if self._is_iterator and epochs > 1:
             raise UnusableLoader(
                 f"{self.name} is an iterator and has one epoch, not {epochs}: pass "
                 "the loader that created it, or epochs=1"
             )
-        if epochs is None:
-            self._end = math.inf
-        elif first < math.inf:
-            self._sampler_epochs.requested, self._end = first, first + epochs
+        self._requested, self._end = first, first + epochs
 
     @property
     def length(self) -> int | None:
@@ -218,9 +202,9 @@ class Cursor:
         where it is. So the next loop reads the same batches as without healcore.
         """
         if self.next_id.index > 0 and not self._is_iterator:
-            self._move(BatchId(self.next_id.epoch + 1, 0), None)
+            self._continue_at(BatchId(self.next_id.epoch + 1, 0), None)
 
-    def _move(
+    def _continue_at(
         self, batch: BatchId, batches: Iterator[Any] | None, *, is_between: bool = False
     ) -> None:
         """Continues at a batch, with the rest of its epoch or None if it has not begun."""
@@ -267,31 +251,36 @@ class Cursor:
                     self.unreadable = which
                     raise
             else:
-                # The order of an epoch may be drawn when its first batch is read. A position from
-                # before this batch then serves only for this batch, so one after it is taken.
-                if self._positions and place_of(self._positions[-1]) < (which.epoch, 1):
-                    self.position()
                 if not is_skipped:
                     return batch, which
-            self._skipped.append(which)
+            self.passed_over.append(which)
         raise StopIteration
-
-    def take_skipped(self) -> list[BatchId]:
-        """Ids of the batches skipped since the last call, in order."""
-        skipped, self._skipped = self._skipped, []
-        return skipped
 
     def _begin(self) -> Iterator[Any]:
         """The batches of the epoch; begins the epoch if necessary."""
         if self._batches is None:
-            epoch, reader = self.next_id.epoch, self._reader
             if self._is_between:
                 self.position()
-            self._sampler_epochs.begin(epoch)
-            self._begin_states = random_states(reader.generators)
-            self._batches = self._call_patiently(reader.begin)
+            self._number_epoch(self.next_id.epoch)
+            self._begin_states = random_states()
+            self._batches = self._call_patiently(self._reader.begin)
             self._is_between = False
         return self._batches
+
+    def _number_epoch(self, epoch: int, number: int | None = None) -> None:
+        """Calls `set_epoch` for an epoch, or reads its number if the user's loop has called it.
+
+        Args:
+            epoch: the epoch.
+            number: the number of a saved position, or None for the number that follows.
+        """
+        if number is None and epoch == self._requested:
+            number = epoch_number(self.loader, default=epoch)
+        else:
+            if number is None:
+                number = epoch + (self._first_number or 0)
+            set_epoch_number(self.loader, number)
+        self._first_number, self._requested = number - epoch, -1
 
     def _call_patiently(self, begin: Callable[[], T]) -> T:
         """Calls a function that begins to read, and calls it again after failures in the network.
@@ -323,7 +312,7 @@ class Cursor:
         if self.limit is not None and which.index >= self.limit(which.epoch) > 0:
             # The next epoch of an iterator continues in the same stream.
             rest = batches if self._is_iterator else None
-            self._move(BatchId(which.epoch + 1, 0), rest)
+            self._continue_at(BatchId(which.epoch + 1, 0), rest)
             raise StopIteration
         try:
             batch = next(batches)
@@ -337,7 +326,7 @@ class Cursor:
             self._error = error  # torch loaders continue after it
             raise
         self._passed(which)
-        self._is_restored = False
+        self._is_moved = False
         return batch
 
     def _passed(self, which: BatchId) -> BatchId:
@@ -354,73 +343,39 @@ class Cursor:
         """
         epoch, index = self.next_id
         ends_at_limit = self._is_iterator and self.limit is not None and epoch > 0
-        if index == 0 and not self._is_restored and not ends_at_limit:
+        if index == 0 and not self._is_moved and not ends_at_limit:
             raise EmptyLoader(epoch, self.name)
         if self._is_iterator:
             self.is_used_up = True
             return
-        self._is_restored = False
+        self._is_moved = False
         # A state between two epochs may restore the end of the first one. Then no batch was read,
         # and the epoch keeps its number: its batches are still to come.
-        self._move(BatchId(epoch + (index > 0), 0), None, is_between=True)
-
-    def _drop_until(self, goal: BatchId, read: Callable[[], Any]) -> None:
-        """Reads and discards batches. An unreadable batch also counts as read.
-
-        A failure in the network is raised: the batches after it may be lost too.
-        """
-        while self.next_id < goal:
-            try:
-                read()
-            except StopIteration:
-                raise
-            except Exception as error:
-                is_of_batch = error is self._error  # else the epoch is empty
-                if not is_of_batch or classify(error).cause is Cause.NETWORK:
-                    raise
-
-    # -- reading again after failures in the network --------------------------------------------
+        self._continue_at(BatchId(epoch + (index > 0), 0), None, is_between=True)
 
     def _read_patiently(self) -> Any:
         """Reads the next batch, see `_read`, and reads it again after failures in the network.
 
-        The loader and the random states are moved back before each attempt. If that is impossible,
-        the failure is raised. Without this, the batch would be lost, or the end of a generator that
-        has raised would pass for the end of the data.
+        Loader and random states are moved back before each attempt. If that is impossible, the
+        failure is raised. Otherwise the batch would be lost, or the end of a generator that has
+        raised would pass for the end of the data.
         """
-        retries, which, position = self._retries, self.next_id, None
-        states = {} if retries is None else random_states()
-        try:
+        retries, which, states = self._retries, self.next_id, None
+        target: Position | None = None
+        failure: Exception | None = None
+        if retries is None:
             return self._read()
-        except StopIteration:
-            raise
-        except Exception as error:
-            if retries is None or classify(error).cause is not Cause.NETWORK:
-                raise
-            failure = error
-        # Outside of the `except` block: an error of the next attempt must not have this failure as
-        # its context, or it would be classified as a failure in the network too.
-        if which.index == 0:  # the epoch begins again
-            states = self._begin_states
-            if self._reader.begins_alone:
-                position = self._saved(which, self._reader.state(0, newest=False))
-        elif self.can_rewind:
-            position = self.position_before(which)
-        if position is None or not self.can_rewind:
-            failure.add_note(
-                f"healcore: {self.name} cannot be moved back to {which}, so the batch is not read "
-                "again. Pass a function that makes it, healer.batches(lambda: ...), which healcore "
-                "calls again after a failure in the network"
-            )
-            raise failure
-        self.unreadable = which
+        states = random_states()
         try:
-            while retries.wait_after(failure):
+            while True:
                 try:
-                    self._move_to(decode_position(position), self._read)
-                    set_random_states(states)
+                    if target is not None:
+                        self._move_to(target, self._read)
+                        set_random_states(states)
                     batch = self._read()
                 except (StopIteration, EmptyLoader):
+                    if failure is None:
+                        raise
                     failure.add_note(
                         f"healcore: after this error {self.name} has ended before {which}"
                     )
@@ -428,41 +383,59 @@ class Cursor:
                 except Exception as error:
                     failure = error
                 else:
-                    retries.failed = 0
-                    self.unreadable = None
+                    retries.failed, self.unreadable = 0, None
                     return batch
+                # Outside of the `except` block: an error of the next attempt must not have this
+                # failure as its context, or it would be classified as one of the network too.
+                if target is None and classify(failure).cause is Cause.NETWORK:
+                    self.unreadable = which
+                    target = self._place_to_read_again(which)
+                    if which.index == 0:
+                        states = self._begin_states
+                    if target is None:
+                        failure.add_note(
+                            f"healcore: {self.name} cannot be moved back to {which}, so the batch "
+                            "is not read again. Pass a function that makes it, "
+                            "healer.batches(lambda: ...), which healcore calls again after a "
+                            "failure in the network"
+                        )
+                if target is None or not retries.wait_after(failure):
+                    break
             raise failure
         finally:
             if self.unreadable is not None:  # also if a signal has ended the wait
                 self.next_id = BatchId(which.epoch, which.index + 1)
                 self._error = failure
 
+    def _place_to_read_again(self, which: BatchId) -> Position | None:
+        """The position of a batch whose reading has failed, or None if it cannot be reached."""
+        reader, position = self._reader, None
+        if reader.obstacle is None and (which.index > 0 or reader.begins_alone):
+            position = self.position_before(which)
+            if position is None and which.index == 0:  # the epoch begins again
+                position = self._saved(which, None)
+        return None if position is None else decode_position(position)
+
     # -- positions ------------------------------------------------------------------------------
 
     @property
-    def can_rewind(self) -> bool:
-        """Whether the loader can be rewound."""
-        return self._reader.obstacle is None
+    def obstacle(self) -> RewindObstacle | None:
+        """Why the loader cannot be moved to a position, or None if it can.
 
-    @property
-    def rewind_obstacle(self) -> RewindObstacle | None:
-        """Why the loader cannot be rewound, or why the last `rewind` failed, or None.
-
-        The log and the report of a rollback name the reason: without a rewind, a rollback restores
-        the weights and continues with the next batches.
+        Without a move, a rollback restores the weights and continues with the next batches.
         """
-        return self._reader.obstacle or self._rewind_error
+        return self._reader.obstacle
 
     def position(self) -> SavedPosition:
-        """The position right after the last batch, for `rewind` and `fast_forward`.
+        """The position right after the last batch, for `seek`.
 
-        If the loader's state cannot be taken, the cursor cannot be rewound from then on.
+        If the loader's state cannot be taken, the cursor cannot return from then on.
 
         Returns:
             Python values that any checkpoint can hold.
         """
         reader = self._reader
-        if self.can_rewind and not reader.replays and not self._is_between:
+        if reader.obstacle is None and not reader.replays and not self._is_between:
             self._begin()  # the state may still be of the epoch that a `break` has left
         try:
             index = None if self._batches is None else self.next_id.index
@@ -473,23 +446,19 @@ class Cursor:
             )
             self._reader = Reader(self.loader, obstacle=obstacle)
             position = self._saved(self.next_id, None)
-        if self.can_rewind:
-            self._positions.append(position)
+        if self.obstacle is None:
+            self._known = position
         return position
 
     def _saved(self, batch: BatchId, state: Any) -> SavedPosition:
         """A position with the state of the reader before a batch, or None."""
-        reader, generators = self._reader, None
-        if batch.index == 0 and batch.epoch == self.next_id.epoch and self.next_id.index > 0:
-            generators = self._begin_states.get("own", [])
-        elif reader.draws_in_order or batch.index == 0:
-            generators = [generator_state(each) for each in reader.generators]
+        number = self._first_number
         return {
-            "kind": reader.kind,
+            "kind": self._reader.kind,
             "epoch": batch.epoch,
             "index": batch.index,
-            "state": states_text((state, generators)) if reader.obstacle is None else None,
-            "told_epoch": self._sampler_epochs.number(batch.epoch),
+            "state": state_text(state),
+            "told_epoch": None if number is None else number + batch.epoch,
             "division": division(self.loader),
         }
 
@@ -504,115 +473,93 @@ class Cursor:
         """
         if batch == self.next_id:
             return self.position()
-        state = None
-        if self.can_rewind and batch.epoch == self.next_id.epoch:
-            state = self._reader.state(batch.index, newest=False)
-        if state is not None or not self.can_rewind:
-            return self._saved(batch, state)
-        for position in reversed(self._positions):
-            known = place_of(position)
-            if known == batch or (known.epoch == batch.epoch and 0 < known.index < batch.index):
-                return {**position, "index": batch.index}
-        return None
+        state, known = None, self._known
+        if self.obstacle is None:
+            if batch.epoch == self.next_id.epoch:
+                state = self._reader.state(batch.index, newest=False)
+            if state is None:
+                if known is None or known["epoch"] != batch.epoch or known["index"] > batch.index:
+                    return None
+                return {**known, "index": batch.index}
+        return self._saved(batch, state)
 
-    def rewind(self, position: Mapping[str, Any]) -> bool:
+    def seek(
+        self, position: Mapping[str, Any], *, reads_forward: bool = False
+    ) -> RewindObstacle | None:
         """Moves to a position, backwards or forwards, also into another epoch.
 
-        Batches keep their ids, and batches that are skipped stay skipped. No failure leaves the
-        loader at an unknown place without an exception.
+        Batches keep their ids, and batches that are skipped stay skipped. If the loader does not
+        accept the position, it stays where it is.
 
         Args:
             position: result of `position` in this process or an earlier process.
+            reads_forward: whether a loader that cannot be moved then reads and drops the batches of
+                the epoch up to the position, as at a restart. Earlier epochs are not read.
 
         Returns:
-            False if the cursor could not move; `rewind_obstacle` has the reason.
-
-        Raises:
-            Exception: the loader failed on the position, and on the way back to the old position.
-        """
-        if not self.can_rewind:
-            return False
-        before, states, was_at = self.position(), random_states(), self.next_id
-        if not self.can_rewind:
-            return False
-        try:
-            target = self._decoded(position)
-            if target.kind != self._reader.kind:
-                raise DataError(
-                    f"it is of kind {target.kind!r}, and the run has another loader now"
-                )
-            self._move_to(target, self._read_patiently)
-        except Exception as error:  # the loader's code may raise anything
-            reason = f"{self.name} does not accept the position"
-            self._rewind_error = RewindObstacle(reason, error_text(error))
-            self.next_id = was_at
-            if not isinstance(error, DataError):  # else the reader has not moved
-                self._move_to(decode_position(before), self._read_patiently)
-            self._sampler_epochs.restore(self.next_id.epoch, before["told_epoch"])
-            set_random_states(states)
-            return False
-        self._positions.clear()
-        self._positions.append(dict(position))
-        self._rewind_error = None
-        return True
-
-    def fast_forward(self, position: Mapping[str, Any]) -> str:
-        """Moves forward by reading and dropping batches, for loaders without a state.
-
-        Earlier epochs are not read again.
-
-        Args:
-            position: result of `position` in this process or an earlier process.
-
-        Returns:
-            A sentence about the batches that were dropped, or "" if none was.
+            Why the cursor could not move, or None.
 
         Raises:
             DataError: it is not a position, or the batches differ for this number of ranks.
+            Exception: the loader failed on the position, and on the way back to the old position.
         """
-        target = self._decoded(position)
-        goal = target.batch
-        if goal <= self.next_id:
-            return ""
-        with suppress(StopIteration):
-            self._move_to(target, self._read_patiently, has_state=False)
-        if goal.index == 0:
-            return ""
-        if self.next_id != goal:
-            return f"epoch {goal.epoch} has fewer than {goal.index} batches: continues after it"
-        order = "a loader that shuffles by itself may give different batches"
-        if self._rewind_error is not None:
-            order = f"the batches may differ from before: {self._rewind_error}"
-        return (
-            f"read {counted(goal.index, 'batch', 'batches')} and dropped them, up to batch "
-            f"{goal.index} of epoch {goal.epoch}; {order}"
-        )
-
-    def _decoded(self, position: Any) -> Position:
-        """A position for this loader. Raises DataError, also if its batch has other rows here."""
         target = decode_position(position)
         check_division(target, division(self.loader), self.name)
-        return target
+        before, states, was_at = self.position(), random_states(), self.next_id
+        obstacle, reason = self.obstacle, f"{self.name} does not accept the position"
+        if obstacle is None and target.kind != self._reader.kind:
+            detail = f"it is of kind {target.kind!r}, and the run has another loader now"
+            obstacle = RewindObstacle(reason, detail)
+        if obstacle is None:
+            try:
+                self._move_to(target, self._read_patiently)
+            except Exception as error:  # the loader's code may raise anything
+                obstacle = RewindObstacle(reason, error_text(error))
+                if isinstance(error, DataError):  # the reader has not moved
+                    self.next_id = was_at
+                    if before["told_epoch"] is not None:
+                        self._number_epoch(was_at.epoch, before["told_epoch"])
+                else:
+                    self._move_to(decode_position(before), self._read_patiently)
+                set_random_states(states)
+            else:
+                self._known = dict(position)
+                return None
+        if reads_forward and target.batch > was_at:
+            with suppress(StopIteration):
+                self._move_to(target.model_copy(update={"state": None}), self._read_patiently)
+        return obstacle
 
-    def _move_to(
-        self, target: Position, read: Callable[[], Any], *, has_state: bool = True
-    ) -> None:
+    def _move_to(self, target: Position, read: Callable[[], Any]) -> None:
         """Moves the loader to a position. If the loader raises, its position is unknown.
+
+        Batches between the loader's state and the position are read and dropped. An unreadable one
+        also counts as read. A failure in the network is raised: the batches after it may be lost.
+
+        Args:
+            target: the position. Without a state, its epoch begins again.
+            read: reads a batch.
 
         Raises:
             DataError: the reader cannot return to the position, and has not moved.
         """
         epoch, index = target.batch
         self.next_id = BatchId(epoch, 0)  # a function may ask for the epoch
-        self._sampler_epochs.restore(epoch, target.told_epoch)
+        if target.told_epoch is not None:
+            self._number_epoch(epoch, target.told_epoch)
         batches, at = None, 0
-        state, generators = (has_state and target.state) or (None, None)
-        if state is not None:
-            batches, at = self._reader.resume(state, index)
-        if generators is not None:
-            set_generator_states(self._reader.generators, generators)
-        is_between = state is not None and batches is None
-        self._move(BatchId(epoch, at), batches, is_between=is_between)
-        self._is_restored, self.is_used_up = True, False
-        self._drop_until(target.batch, read)
+        if target.state is not None:
+            batches, at = self._reader.resume(target.state, index)
+        is_between = target.state is not None and batches is None
+        self._continue_at(BatchId(epoch, at), batches, is_between=is_between)
+        self._is_moved, self.is_used_up = True, False
+        while self.next_id < target.batch:
+            try:
+                read()
+            except StopIteration:
+                raise
+            except Exception as error:
+                is_of_batch = error is self._error  # else the epoch is empty
+                if not is_of_batch or classify(error).cause is Cause.NETWORK:
+                    raise
         self._error = None

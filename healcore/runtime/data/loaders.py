@@ -120,54 +120,33 @@ def reads_the_same(loader: Any, other: Any) -> bool:
     return is_same and same_size and not generators_of(loader, dataset, *samplers_of(loader))
 
 
-class SamplerEpochs:
-    """Calls `set_epoch` of a loader and its parts with the number of each epoch.
+def _epoch_owners(loader: Any) -> list[Any]:
+    """The objects with `set_epoch`, or with the count of Fabric's loader, which calls it."""
+    parts = (loader, *samplers_of(loader), getattr(loader, "dataset", None))
+    owners = []
+    for each in parts:
+        if callable(getattr(each, "set_epoch", None)) or hasattr(each, "_num_iter_calls"):
+            owners.append(each)
+    return owners
 
-    A DistributedSampler draws the order of an epoch from the number that `set_epoch` gets. It needs
-    the next number for a new order, and the earlier number after a rewind. A user's loop over
-    epochs usually calls `set_epoch` itself. This number is then read, and the epochs after it have
-    the numbers after it.
+
+def epoch_number(loader: Any, default: int) -> int:
+    """The number that the program has given to `set_epoch`, or the default if no part has it."""
+    for owner in _epoch_owners(loader):
+        for name in ("_num_iter_calls", "epoch", "iteration"):  # Fabric, torch, Accelerate
+            number = getattr(owner, name, None)
+            if type(number) is int:
+                return number
+    return default
+
+
+def set_epoch_number(loader: Any, number: int) -> None:
+    """Calls `set_epoch` of the loader and its parts.
+
+    A DistributedSampler draws the order of an epoch from this number.
     """
-
-    def __init__(self, loader: Any) -> None:
-        self._owners: list[Any] = []
-        """The objects with `set_epoch`, or with the count of Fabric's loader, which calls it."""
-        for each in (loader, *samplers_of(loader), getattr(loader, "dataset", None)):
-            if callable(getattr(each, "set_epoch", None)) or hasattr(each, "_num_iter_calls"):
-                self._owners.append(each)
-        self._first: int | None = None
-        """Argument of `set_epoch` for epoch 0 of the cursor, or None before the first epoch."""
-        self.requested: float = 0
-        """Epoch that the user's loop has asked for, which has called `set_epoch`; -1 if its number
-        is known."""
-
-    def begin(self, epoch: int) -> None:
-        """Sets the number of an epoch, or reads it if the user's loop has asked for the epoch."""
-        if epoch == self.requested:
-            self._first, self.requested = self._read(default=epoch) - epoch, -1
+    for owner in _epoch_owners(loader):
+        if hasattr(owner, "set_epoch"):
+            owner.set_epoch(number)
         else:
-            self.restore(epoch, epoch + (self._first or 0))
-
-    def number(self, epoch: int) -> int | None:
-        """The argument of `set_epoch` for an epoch, or None before the first epoch."""
-        return None if self._first is None else self._first + epoch
-
-    def restore(self, epoch: int, number: int | None) -> None:
-        """Sets the number of an epoch of a saved position; None sets nothing."""
-        if number is None:
-            return
-        self._first, self.requested = number - epoch, -1
-        for owner in self._owners:
-            if hasattr(owner, "set_epoch"):
-                owner.set_epoch(number)
-            else:
-                owner._num_iter_calls = number
-
-    def _read(self, default: int) -> int:
-        """The number that the user's loop has set, or the default if no object has it."""
-        for owner in self._owners:
-            for name in ("_num_iter_calls", "epoch", "iteration"):  # Fabric, torch, Accelerate
-                number = getattr(owner, name, None)
-                if type(number) is int:
-                    return number
-        return default
+            owner._num_iter_calls = number

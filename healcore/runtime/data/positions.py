@@ -144,8 +144,8 @@ class Position(BaseModel, frozen=True):
     """`Reader.kind` of the reader that took the state."""
     epoch: _Number
     index: _Number
-    state: Annotated[tuple[Any, list[Any] | None] | None, BeforeValidator(_decoded_state)]
-    """State of the reader, and of the loader's random generators or None; or None for no state."""
+    state: Annotated[Any, BeforeValidator(_decoded_state)]
+    """State of the reader, or None for no state."""
     told_epoch: int | None
     """Argument of `set_epoch` for this epoch, or None if unknown."""
     division: Division | None
@@ -159,13 +159,13 @@ class Position(BaseModel, frozen=True):
         return BatchId(self.epoch, self.index)
 
 
-def states_text(states: tuple[Any, list[Any] | None]) -> str:
+def state_text(state: Any) -> str | None:
     """`Position.state` as text: a copy, because loaders return live objects.
 
     Raises:
-        UnsavableState: a state holds an object without a plain form.
+        UnsavableState: the state holds an object without a plain form.
     """
-    return values.dumps(states, _STATE_PATH)
+    return None if state is None else values.dumps(state, _STATE_PATH)
 
 
 def decode_position(value: Any) -> Position:

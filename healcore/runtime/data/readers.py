@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from healcore.runtime.data.loaders import class_name, generators_of, is_type, samplers_of
+from healcore.runtime.data.loaders import class_name, is_type
 from healcore.runtime.data.positions import DataError
 from healcore.runtime.data.random_states import RandomStates, random_states, set_random_states
 
@@ -30,7 +30,6 @@ ReaderState = Any
 """The state of a reader. A checkpoint holds it as text of `runtime.store.values`, so it consists of
 numbers, texts, bytes, containers, and arrays of NumPy, torch or JAX."""
 _STATE = "state_dict", "load_state_dict"
-_RANDOM_SAMPLERS = ("RandomSampler", "WeightedRandomSampler", "SubsetRandomSampler")
 _REWINDING = (
     "pass a list, a torch DataLoader of a map-style dataset, torchdata's StatefulDataLoader with "
     "shuffle=True, a Grain dataset, a loader or an iterator with an exact state_dict and "
@@ -88,14 +87,12 @@ class Reader:
         kind: name in positions, because a state fits only loaders of the same kind.
         replays: whether the state between two epochs is known before the next one begins, also if
             a `break` has left the epoch before.
-        generators: the random generators of the loader and its parts.
-        draws_in_order: whether the generators, after a batch, are where the next batch finds them.
         begins_alone: whether a rank alone can begin an epoch: nothing is exchanged with others.
     """
 
     kind = "forward"
     replays = False
-    draws_in_order = begins_alone = True
+    begins_alone = True
 
     def __init__(
         self,
@@ -106,7 +103,6 @@ class Reader:
     ) -> None:
         self.loader = loader
         self.obstacle = obstacle
-        self.generators: list[Any] = []
         self._first = first
 
     def begin(self) -> Iterator[Any]:
@@ -145,12 +141,9 @@ class Reader:
 
 
 class StatefulReader(Reader):
-    """A loader, or an iterator of a loader, with a state: a StatefulDataLoader, or Grain.
+    """A loader or an iterator with a state: a stream in a StatefulDataLoader, or Grain.
 
-    A StatefulDataLoader draws the order and the workers' seeds from one random generator, and its
-    state records only where the shuffling began. So the generators of the samplers are part of a
-    position. The state of an iterator is set on the existing one: a new one could shuffle in
-    another way.
+    The state of an iterator is set on the existing one: a new one could shuffle in another way.
 
     Args:
         loader: the user's loader.
@@ -166,8 +159,6 @@ class StatefulReader(Reader):
         self.kind = "iterator" if self._of_iterator else "loader"
         self._owner = first if self._of_iterator else loader
         self._get, self._set = names
-        if not self._of_iterator:
-            self.generators = generators_of(*samplers_of(loader))
 
     def begin(self) -> Iterator[Any]:
         """Begins an epoch with a new iterator."""
@@ -186,11 +177,9 @@ class StatefulReader(Reader):
         """Sets the state. After an end, the next `iter` begins the next epoch."""
         self._first = None
         getattr(self._owner, self._set)(state["own"])
-        if state["index"] is not None:
-            return self._owner if self._of_iterator else iter(self.loader), state["index"]
-        if self.generators:
-            iter(self.loader)  # ends the epoch, and draws before the generators are set
-        return None, 0
+        if state["index"] is None:
+            return None, 0
+        return self._owner if self._of_iterator else iter(self.loader), state["index"]
 
 
 class IndexReader(Reader):
@@ -374,41 +363,32 @@ def _has_methods(thing: object, *names: str) -> bool:
 
 
 def _obstacle(loader: Any, *, has_state: bool) -> RewindObstacle | None:
-    """Why a loader has no `state_dict` that determines what follows, and what to use instead."""
-    name = class_name(loader)
+    """Why a loader has no `state_dict` that determines what follows, and what to use instead.
+
+    A loader with such a state would go on with other batches, without a warning.
+    """
+    name, missing = class_name(loader), ""
     if not has_state:
-        article = "an" if name[0].lower() in "aeiou" else "a"
-        return RewindObstacle(f"{article} {name} cannot be rewound", _REWINDING)
-    unrecorded = [each for each in samplers_of(loader) if _draws_unrecorded(each)]
+        return RewindObstacle(f"{name} cannot be rewound", _REWINDING)
+    dataset = getattr(loader, "dataset", None)
     if is_type(loader, "accelerate.data_loader", "DataLoaderDispatcher", "DataLoaderAdapter"):
         missing = "the position of this rank"
     elif is_type(loader, "torchdata.nodes", "Loader"):
         missing = "that it reads ahead into the next epoch"
-    elif getattr(loader, "num_workers", 0) and getattr(loader, "in_order", True) is False:
-        missing = "the order of in_order=False"
-    elif _has_shuffle_buffer(loader):
+    elif is_type(loader, "torchdata", "StatefulDataLoader"):
+        is_stream = is_type(dataset, "torch.utils.data", "IterableDataset")
+        if not (is_stream and getattr(loader, "in_order", True)):
+            missing = "the order of its batches (in_order=False, or a dataset with a state)"
+    if _has_shuffle_buffer(loader if dataset is None else dataset):
         missing = "its shuffle buffer"
-    elif unrecorded:
-        missing = f"the order of {class_name(unrecorded[0])}"
-    else:
+    if not missing:
         return None
     return RewindObstacle(f"the state of {name} does not record {missing}", _REWINDING)
 
 
-def _draws_unrecorded(sampler: Any) -> bool:
-    """Whether a sampler draws a new order in every epoch, and does not record it.
-
-    A restored torchdata loader then skips forward through a different order, without a warning.
-    """
-    draws = generators_of(sampler) and not is_type(sampler, "torchdata", "RandomSampler")
-    return not hasattr(sampler, "state_dict") and bool(
-        draws or is_type(sampler, "torch.utils.data", *_RANDOM_SAMPLERS)
-    )
-
-
-def _has_shuffle_buffer(loader: Any) -> bool:
+def _has_shuffle_buffer(stream: Any) -> bool:
     """Whether a stream of Hugging Face shuffles in a buffer, which its state does not have."""
-    parts = [getattr(loader, "dataset", loader)]
+    parts = [stream]
     for part in parts:  # the list grows by the streams inside its parts
         if is_type(part, "datasets", "BufferShuffledExamplesIterable"):
             return True

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from healcore.console import counted
 from healcore.runtime.data.cursor import Cursor, Limit
 from healcore.runtime.data.loaders import batch_size, reads_the_same
 from healcore.runtime.data.positions import (
@@ -204,7 +205,7 @@ class Source:
         for cursor in self._cursors:
             cursor.in_loop = False
             if cursor.trains:  # also one that the program has begun to read after the position
-                cursor.rewind(cursor.start)
+                cursor.seek(cursor.start)
 
     def rewind(self, cursor: SourceCursor, saved: SavedPosition | None) -> RewindObstacle | None:
         """Moves the loader of the newest steps to a position, or at least to its start.
@@ -219,8 +220,9 @@ class Source:
         place = BatchId(0, 0) if saved is None else place_of(saved)
         if saved is None or place <= (cursor.since, 0):  # perhaps a state of another loader
             saved = {**cursor.start, "epoch": cursor.since}
-        if not cursor.rewind(saved):
-            return cursor.rewind_obstacle
+        obstacle = cursor.seek(saved)
+        if obstacle is not None:
+            return obstacle
         cursor.in_loop = False  # a `break` came after this position, so it is undone too
         return OTHER_LOADER if place.epoch < cursor.since else None
 
@@ -454,11 +456,10 @@ class Sources:
             self._take_over(source, cursor, saved)
         if self.last_trained is None or cursor.has_begun_before:
             self.last_trained = cursor  # `place` is of the loader that continues
-        if not cursor.can_rewind and str(cursor.rewind_obstacle) not in self._forward:
-            self._forward.add(str(cursor.rewind_obstacle))
-            self.notices.append(
-                f"after rollbacks the data continues forward: {cursor.rewind_obstacle}"
-            )
+        why = str(cursor.obstacle)
+        if cursor.obstacle is not None and why not in self._forward:
+            self._forward.add(why)
+            self.notices.append(f"after rollbacks the data continues forward: {why}")
         return cursor
 
     def _take_over(self, source: Source, cursor: SourceCursor, saved: SavedPosition) -> None:
@@ -474,14 +475,23 @@ class Sources:
                 "same number of batches, which is another position in the data; to start from the "
                 "first batch, pass an empty directory"
             )
-        if cursor.rewind(saved):
-            if saved["left"]:
-                cursor.abandon()
-        elif place > cursor.next_id:
-            self.notices += filter(None, [cursor.fast_forward(saved)])
+        was_at, obstacle = cursor.next_id, cursor.seek(saved, reads_forward=True)
+        if obstacle is not None and place > was_at and place.index > 0:
+            read = (
+                f"read {counted(place.index, 'batch', 'batches')} and dropped them, up to {place}"
+            )
+            if cursor.next_id != place:
+                read = (
+                    f"epoch {place.epoch} has fewer than {place.index} batches: continues after it"
+                )
+            self.notices.append(f"{read}; the batches may differ from before: {obstacle}")
+        if saved["left"]:
+            cursor.abandon()
         source.awaited, length = None, cursor.length
         source.is_short = length is not None and place.index > length > 0
-        cursor.has_begun_before = cursor.can_rewind or cursor.next_id.index > 0 or saved["begun"]
+        cursor.has_begun_before = (
+            cursor.obstacle is None or cursor.next_id.index > 0 or saved["begun"]
+        )
         if place > (0, 0):
             self._note_training(cursor)
 
@@ -594,7 +604,7 @@ class Sources:
         continues with the batches that come next. False without a loader.
         """
         loaders = self._of_steps()
-        return bool(loaders) and all(loader.can_rewind for loader in loaders)
+        return bool(loaders) and all(loader.obstacle is None for loader in loaders)
 
     def position(self, *, after_step: bool = False, forward: bool = False) -> Positions:
         """The positions of all sources that train, for a checkpoint: see `Positions`.
@@ -612,7 +622,7 @@ class Sources:
         sources: dict[str, SavedPosition] = {}
         for name, source in self._sources.items():
             trained, before = source.trained, None
-            if forward and (trained is None or trained.can_rewind):
+            if forward and (trained is None or trained.obstacle is None):
                 continue
             if after_step and trained is not None:
                 before = self.first_pending(trained)
@@ -699,13 +709,13 @@ class Sources:
                 return MODEL_CHANGED
             # Also the sources of earlier passes, which the loop will read again.
             for each in (*loaders, *(source.trained for source in self._sources.values())):
-                if each is not None and not each.can_rewind:
-                    return each.rewind_obstacle
+                if each is not None and each.obstacle is not None:
+                    return each.obstacle
             self._await_at(position)
             epoch_loop.returns_to = position["epoch"]
             return None
         # Loaders that cannot be rewound come first: if one of them fails, no loader has moved.
-        for loader in sorted(loaders, key=lambda loader: loader.can_rewind):
+        for loader in sorted(loaders, key=lambda loader: loader.obstacle is None):
             obstacle = loader.source.rewind(loader, position["sources"].get(loader.source.name))
             if obstacle is not None:
                 return obstacle

@@ -3,8 +3,8 @@
 The samplers draw the order of an epoch from random generators when the epoch begins. A position is
 the states of the generators at that moment, and the number of batches read since. To return, the
 states are set, the samplers draw the order again, and the indices of the earlier batches are passed
-without reading the data. This includes loaders that Accelerate, Fabric and trainers make from a
-DataLoader.
+without reading the data. This includes torchdata's StatefulDataLoader, and the loaders that
+Accelerate, Fabric and trainers make from a DataLoader.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ import numpy as np
 from healcore.events.kinds import MAX_ROWS
 from healcore.runtime.data.loaders import generators_of, is_type, samplers_of
 from healcore.runtime.data.positions import DataError
-from healcore.runtime.data.random_states import RandomStates, random_states, set_random_states
+from healcore.runtime.data.random_states import (
+    RandomStates,
+    generator_state,
+    random_states,
+    set_generator_states,
+    set_random_states,
+)
 from healcore.runtime.data.readers import Reader, ReaderState, catch_unreadable
 
 EPOCH_BEGUN = "_healcore_begun"
 """Attribute of a loader whose next epoch other code has begun: `iter` has drawn a seed."""
 _KEPT_ITEMS = 64
 """Number of batches whose rows and digests are kept, besides those that are read ahead."""
-_WRAPPERS = (
-    ("accelerate.data_loader", "DataLoaderShard", "base_dataloader"),
-    ("lightning", "_FabricDataLoader", "_dataloader"),
-)
-"""Package and class of a loader around a DataLoader, and the attribute that has the DataLoader."""
 
 
 class _Inner:
@@ -48,31 +49,33 @@ class _Inner:
         return self._batches
 
 
-def _attribute_of_base(loader: Any) -> str:
-    """The attribute with the DataLoader inside a wrapper, or "" for another loader."""
-    for package, name, attribute in _WRAPPERS:
-        if is_type(loader, package, name):
-            return attribute
-    return ""
+def _unwrapped(loader: Any) -> tuple[Any, str]:
+    """The DataLoader inside a wrapper, and the wrapper's attribute that has it.
 
-
-def _base_of(loader: Any) -> Any:
-    """The DataLoader inside a wrapper, or the loader itself."""
-    attribute = _attribute_of_base(loader)
-    return getattr(loader, attribute) if attribute else loader
+    The loader itself and "" without a wrapper.
+    """
+    if is_type(loader, "accelerate.data_loader", "DataLoaderShard"):
+        return loader.base_dataloader, "base_dataloader"
+    if is_type(loader, "lightning", "_FabricDataLoader"):
+        return loader._dataloader, "_dataloader"
+    return loader, ""
 
 
 def is_replayable(loader: Any) -> bool:
-    """Whether a loader is or wraps a DataLoader of a map-style dataset, with torch's `__iter__`.
+    """Whether a loader is or wraps a library's DataLoader of a map-style dataset.
 
     The order of such a loader follows from the random states at the start of the epoch alone. A
-    subclass with an `__iter__` of its own may do anything, and is read as any other loader.
+    subclass with an `__iter__` of its own may do anything, and is read as any other loader. So is a
+    StatefulDataLoader of a dataset that has a state.
     """
-    package, base = "torch.utils.data", _base_of(loader)
+    package, base = "torch.utils.data", _unwrapped(loader)[0]
     if not is_type(base, package, "DataLoader") or not getattr(base, "in_order", True):
         return False
-    has_own_iter = type(base).__iter__ is not sys.modules[package].DataLoader.__iter__
-    if has_own_iter and _attribute_of_base(loader) != "base_dataloader":
+    owner = next(kind for kind in type(base).__mro__ if "__iter__" in vars(kind))
+    if owner.__module__.startswith("torchdata.stateful_dataloader"):
+        if hasattr(base.dataset, "state_dict"):
+            return False
+    elif owner is not sys.modules[package].DataLoader:
         return False
     return not is_type(base.dataset, package, "IterableDataset")
 
@@ -96,56 +99,62 @@ class TorchReader(Reader):
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
-        base = _base_of(loader)
+        base, self._attribute = _unwrapped(loader)
         self._order_name = "sampler" if base.batch_sampler is None else "batch_sampler"
-        self.generators = generators_of(loader, base, base.dataset, *samplers_of(loader))
-        self.draws_in_order = base is loader and base.num_workers == 0
-        self._reads_ahead = _attribute_of_base(loader) == "base_dataloader" and not base.num_workers
-        self._before: dict[int, RandomStates | None] = {}
+        self._generators = generators_of(loader, base, base.dataset, *samplers_of(loader))
+        self._reads_ahead = self._attribute == "base_dataloader" and not base.num_workers
+        self._before: dict[int, RandomStates] = {}
         """Number of batches -> the random states before a wrapper has read the next one."""
         ahead = base.num_workers * (base.prefetch_factor or 0) + 1  # a wrapper reads one ahead
-        self._order = _RecordedOrder(
-            getattr(base, self._order_name), self.generators, ahead + _KEPT_ITEMS
-        )
-        self._base: Any = None
+        order = getattr(base, self._order_name)
+        self._order = _RecordedOrder(order, self._generators, ahead + _KEPT_ITEMS)
+        self._copy: Any = None
         """The copy of the DataLoader that was read last, or None."""
-        self._draws_first = False
-        """Whether the samplers draw the order of the next epoch before `iter` draws a seed."""
-        self._drew_first = False
-        """The same of the epoch that has begun."""
+        self._next_is_seedless = False
+        """Whether `iter` draws no seed for the next epoch, although the copy has no workers yet."""
+        self._is_seedless = False
+        """Whether `iter` has drawn no seed for the epoch that has begun."""
+        self._begun: list[Any] = []
+        """The states of the generators before this epoch."""
 
     @property
     def _workers(self) -> Any:
         """The iterator with persistent workers, which draws no seed in another epoch, or None."""
-        return self._base._iterator if getattr(self._base, "persistent_workers", False) else None
+        return self._copy._iterator if getattr(self._copy, "persistent_workers", False) else None
 
     def begin(self) -> Iterator[Any]:
         """Begins an epoch, whose order is drawn when its first batch is read."""
-        is_marked = vars(_base_of(self.loader)).pop(EPOCH_BEGUN, False)
-        draws_first = self._draws_first or is_marked
-        self._drew_first, self._draws_first = draws_first or self._workers is not None, False
+        is_marked = vars(_unwrapped(self.loader)[0]).pop(EPOCH_BEGUN, False)
+        is_simulated = (self._next_is_seedless or is_marked) and self._workers is None
+        self._is_seedless = is_simulated or self._workers is not None
+        self._next_is_seedless = False
         self._order.reset()
-        self._before = {}
-        if not draws_first or self._workers is not None:
+        self._before, self._begun = {}, self._own_states()
+        if not is_simulated:
             return self._batches()
-        now = {"random": random_states(self.generators), "digest": (0, 0), "ahead": None}
-        return self._again(now, 0)
+        return self._again({"random": random_states(self._generators), "digest": 0}, 0)
+
+    def _own_states(self) -> list[Any]:
+        return [generator_state(each) for each in self._generators]
 
     def state(self, index: int | None, *, newest: bool) -> ReaderState:
         """The random states of before the order was drawn, and the digest of the batches since.
 
-        Besides, if Accelerate has read the next batch already, the random states of before that.
-        Before the first batch of an epoch the order is not drawn yet.
+        Before the first batch of an epoch the order is not drawn yet. Besides, the states of the
+        loader's own generators, unless batches are read ahead. If Accelerate has read the next
+        batch already, the random states of before that.
         """
         if index is None:
-            return {"draws_first": self._draws_first or self._workers is not None}
+            is_seedless = self._next_is_seedless or self._workers is not None
+            return {"seedless": is_seedless, "own": self._own_states()}
         if index == 0:
-            return {"draws_first": self._drew_first}
-        ahead = self._before.get(index) if self._reads_ahead else None
+            return {"seedless": self._is_seedless, "own": self._begun}
+        in_order = not self._attribute and self._copy.num_workers == 0
         return {
             "random": self._order.start,
-            "digest": (index, self._order.passed(index)[1]),
-            "ahead": ahead,
+            "digest": self._order.passed(index)[1],
+            "ahead": self._before.get(index) if self._reads_ahead else None,
+            "own": self._own_states() if in_order else None,
         }
 
     def resume(self, state: ReaderState, index: int) -> tuple[Iterator[Any] | None, int]:
@@ -153,19 +162,23 @@ class TorchReader(Reader):
 
         The digest notices a sampler that draws from an unknown source, before a batch is read.
         """
-        if "draws_first" in state:
-            self._draws_first = state["draws_first"]
-            if not self._draws_first:
-                self._base = None  # ends workers that were started later
-            return None, 0
-        return self._again(state, index), index
+        batches = None
+        if "seedless" not in state:
+            batches = self._again(state, index)
+        else:
+            self._next_is_seedless = state["seedless"]
+            if not self._next_is_seedless:
+                self._copy = None  # ends workers that were started later
+        if state["own"] is not None:
+            set_generator_states(self._generators, state["own"])
+        return batches, index
 
     def _again(self, state: ReaderState, index: int) -> Iterator[Any]:
         """Begins an epoch whose order is drawn before the first seed."""
-        after = self._order.draw(state["random"], index, tuple(state["digest"]))
-        self._before = {index: state["ahead"]}
+        after = self._order.draw(state["random"], index, state["digest"])
+        self._before = {index: state["ahead"]} if state.get("ahead") else {}
         batches = self._batches(index, begins_now=True)
-        set_random_states(after, self.generators)
+        set_random_states(after, self._generators)
         return batches
 
     def _batches(self, index: int = 0, *, begins_now: bool = False) -> Iterator[Any]:
@@ -175,16 +188,17 @@ class TorchReader(Reader):
             index: number of the first batch in the epoch.
             begins_now: whether a DataLoader in a wrapper begins before the first batch is read.
         """
-        loader, base = self.loader, _base_of(self.loader)
+        loader, base = self.loader, _unwrapped(self.loader)[0]
         # Attributes of a DataLoader that has not begun an epoch, also of a StatefulDataLoader.
-        unbegun = {"_iterator": self._workers, "_initial_iter_for_state_dict": False}
-        copied = self._base = _with(base, **{self._order_name: self._order}, **unbegun)
-        if base is not loader:
-            batches = self._noted(iter(copied) if begins_now else copied, index)
-            # After a return the random states are known, and other ranks may not begin again.
-            own = {"rng_types": None} if index else {}
-            return _read_through(loader, _Inner(copied, batches), own)
-        return iter(copied)
+        new = {"_iterator": self._workers, "_initial_iter_for_state_dict": False}
+        order = {self._order_name: self._order, "next_iter_state": None}
+        copied = self._copy = _with(base, **order, **new)
+        if not self._attribute:
+            return iter(copied)
+        batches = self._noted(iter(copied) if begins_now else copied, index)
+        # After a return the random states are known, and other ranks may not begin again.
+        own = {"rng_types": None} if index else {}
+        return _read_through(loader, {self._attribute: _Inner(copied, batches), **own})
 
     def _noted(self, batches: Iterable[Any], index: int) -> Iterator[Any]:
         """The batches for a wrapper, which get an `UnreadableBatch` where reading raises.
@@ -195,10 +209,10 @@ class TorchReader(Reader):
         """
         caught = catch_unreadable(iter(batches))
         while True:
-            now = random_states(self.generators)
-            self._before[index] = before = self._before.get(index) or now
+            now = random_states(self._generators)
+            before = self._before.setdefault(index, now)
             if before is not now:
-                set_random_states(before, self.generators)
+                set_random_states(before, self._generators)
             batch = list(islice(caught, 1))
             if before is not now:
                 set_random_states(now)  # the step draws from no generator of the loader
@@ -223,9 +237,9 @@ class TorchReader(Reader):
         return is_alone or not getattr(self.loader, "rng_types", None)
 
 
-def _read_through(loader: Any, inner: _Inner, own: Mapping[str, Any]) -> Iterator[Any]:
-    """The batches of a DataLoader as a wrapper passes them, with the wrapper's own counts."""
-    wrapper = _with(loader, **{_attribute_of_base(loader): inner}, **own)
+def _read_through(loader: Any, attributes: Mapping[str, Any]) -> Iterator[Any]:
+    """The batches of a DataLoader as a copied wrapper passes them, with the wrapper's counts."""
+    wrapper = _with(loader, **attributes)
     if hasattr(loader, "_num_iter_calls"):
         loader._num_iter_calls += 1
     yield from wrapper
@@ -235,8 +249,6 @@ def _read_through(loader: Any, inner: _Inner, own: Mapping[str, Any]) -> Iterato
 
 Item = Any
 """What a sampler yields: the index of a row, or the list of the indices of a batch."""
-Digest = tuple[int, ...]
-"""A number of items, and the CRC of all of them."""
 
 
 class _RecordedOrder:
@@ -287,8 +299,13 @@ class _RecordedOrder:
         """
         return self._items.get(count, (None, 0))
 
-    def draw(self, states: RandomStates, skip: int = 0, digest: Digest = (0, 0)) -> RandomStates:
+    def draw(self, states: RandomStates, skip: int, digest: int) -> RandomStates:
         """Sets random states, draws an order and passes its first `skip` items.
+
+        Args:
+            states: the random states before the order was drawn.
+            skip: number of items to pass.
+            digest: the CRC of these items, or 0 if it is unknown.
 
         Returns:
             The random states after the order was drawn.
@@ -300,12 +317,11 @@ class _RecordedOrder:
         items, passed = iter(self._sampler), {0: (None, 0)}
         for count in range(1, skip + 1):
             self._keep(passed, count, next(items, None))
-            if count == digest[0] and digest[1] not in (0, passed[count][1]):
-                raise DataError(
-                    "the samplers do not give the same order again: they draw from a generator "
-                    "that is neither a global one nor an attribute of theirs, or the dataset has "
-                    "changed"
-                )
+        if digest not in (0, passed[skip][1]):
+            raise DataError(
+                "the samplers do not give the same order again: they draw from a generator that is "
+                "neither a global one nor an attribute of theirs, or the dataset has changed"
+            )
         # A sampler draws the order when its first item is read. Only this item is read, because
         # some samplers draw again at each item.
         first = [] if skip else list(islice(items, 1))

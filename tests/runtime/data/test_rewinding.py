@@ -38,17 +38,17 @@ def test_from_the_end_to_every_position_and_in_a_later_process(kind):
         handed += batch
         positions.append(cursor.position())
         states.append(random_states())
-    assert not cursor.rewind_obstacle
+    assert not cursor.obstacle
     last = len(positions) - 1
     # With a worker a rewind starts a process: then only the ends and the middle of an epoch.
     for place in range(last, -1, -1) if "worker" not in kind.name else (last, 6, 4, 0):
-        assert cursor.rewind(positions[place])
+        assert cursor.seek(positions[place]) is None
         set_random_states(states[place])
         assert take(cursor) == handed[place:]
     places = (0, 2, len(handed) // 2, len(handed) - 1)
     for place in places if "worker" not in kind.name else places[2:3]:
         resumed = Cursor(kind.make(), epochs=kind.epochs)
-        assert resumed.rewind(pickle.loads(pickle.dumps(positions[place])))
+        assert resumed.seek(pickle.loads(pickle.dumps(positions[place]))) is None
         set_random_states(states[place])
         rest = handed[place:]
         assert take(resumed) == rest
@@ -63,10 +63,10 @@ def test_a_rewind_to_a_position_between_two_epochs_repeats_the_second(kind):
     cursor = Cursor(kind.make(), epochs=1)
     take(cursor)
     between = cursor.position()
-    cursor.extend()
+    cursor.read_epochs(1, 1)
     second = take(cursor)
     assert [which.epoch for which, _ in second] == [1] * 4
-    assert cursor.rewind(between)
+    assert cursor.seek(between) is None
     assert take(cursor) == second
 
 
@@ -77,7 +77,7 @@ def test_a_generator_that_the_program_draws_from_too_continues_at_its_last_draw(
     rng.random()
     position = cursor.position()
     resumed = Cursor(plain(sampler=OwnOrder(later)), epochs=2)
-    assert resumed.rewind(position)
+    assert resumed.seek(position) is None
     assert later.random() == rng.random()
     assert take(resumed) == take(cursor)
 
@@ -123,15 +123,14 @@ def walk(kind: Kind, row: list[Any], steps: list[tuple[str, Any]]) -> None:
             marks.append((cursor.position(), model.at))
         elif step == "rewind":
             position, model.at = marks[value % len(marks)]
-            assert cursor.rewind(position)
+            assert cursor.seek(position) is None
         elif step == "leave out":
             cursor.skipped_batch_ids |= {BatchId(*pair) for pair in value}
             model.skipped_batch_ids |= {BatchId(*pair) for pair in value}
         else:
-            assert cursor.take_skipped() == model.skipped
-            model.skipped = []
+            assert cursor.passed_over == model.skipped
     assert take(cursor) == [batch for batch in iter(model.next, []) for batch in batch]
-    assert cursor.take_skipped() == model.skipped
+    assert cursor.passed_over == model.skipped
 
 
 def random_walks(kind: Kind, count: int, length: int) -> None:
@@ -178,8 +177,7 @@ def test_a_rewind_into_an_earlier_epoch_sets_its_number(by_cursor, types):
     for number in (7, 8, 9):
         if not by_cursor:
             loader.sampler.set_epoch(number)
-            if number != 7:
-                cursor.extend()
+            cursor.read_epochs(number - 7, 1)
         for _ in range(BATCHES):
             positions.append(cursor.position())
             handed += take(cursor, 1)
@@ -193,10 +191,10 @@ def test_a_rewind_into_an_earlier_epoch_sets_its_number(by_cursor, types):
 
     # A rewind into each of them returns the same batches, also in a new process.
     for place in (11, 6, 2):
-        assert cursor.rewind(positions[place])
+        assert cursor.seek(positions[place]) is None
         assert take(cursor, 12 - place) == handed[place:]
     resumed = Cursor(distributed(*types), epochs=3)
-    assert resumed.rewind(positions[6])
+    assert resumed.seek(positions[6]) is None
     assert take(resumed) == handed[6:]
 
 
@@ -211,7 +209,7 @@ def test_an_iterator_has_one_epoch():
         assert len(take(Cursor(iter([1, 2]), epochs=epochs))) == 2
     cursor = Cursor(iter([1, 2]))
     take(cursor)
-    cursor.extend()  # as a plain loop: nothing more comes
+    cursor.read_epochs(1, 1)  # as a plain loop: nothing more comes
     assert take(cursor) == []
     with pytest.raises(UnusableLoader, match="is an iterator and has one epoch, not 2"):
         Cursor(iter([1, 2]), epochs=2)
@@ -221,8 +219,8 @@ def test_an_exhausted_iterator_has_no_batch_in_later_epochs_of_the_program():
     """As in the program without healcore, which continues after its loop."""
     cursor = Cursor(number for number in range(3))
     assert (len(take(cursor)), cursor.is_used_up) == (3, True)
-    for _ in range(2):
-        cursor.extend()
+    for epoch in (1, 2):
+        cursor.read_epochs(epoch, 1)
         assert take(cursor) == []
 
 
@@ -267,8 +265,7 @@ def test_another_number_of_ranks_reads_the_same_global_batches(kind, before, now
     assert len(expected) == 24 - read
     others = [Cursor(each, epochs=2) for each in loaders(kind, *now)]
     for cursor in others:
-        if not cursor.rewind(position):
-            cursor.fast_forward(position)
+        assert cursor.seek(position) is None
     assert global_batches(others) == expected
 
 
@@ -306,9 +303,8 @@ def test_another_division_is_refused(before, now, why):
     cursor.next()
     position = positions_of_other_ranks({"": cursor.position()}, 2)[""]
     other = Cursor(now)
-    assert not other.rewind(position)
     with pytest.raises(DataError, match=why) as error:
-        other.fast_forward(position)
+        other.seek(position)
     assert "saved by 2 ranks" in str(error.value)
     assert "Start the run with 2 ranks" in str(error.value)
     assert "keep (batch size) x (number of ranks)" in str(error.value)

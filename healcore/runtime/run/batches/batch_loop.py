@@ -237,7 +237,7 @@ def _read(run: Run, loader: SourceCursor) -> Any:
         run.hang_guard.pause()
         return _NO_BATCH
     finally:
-        skipped = loader.take_skipped()
+        skipped, loader.passed_over = loader.passed_over, []
         if skipped:
             line = f"{counted(len(skipped), 'batch', 'batches')} skipped"
             run.log.note(run.progress.step, line, batches=[[*each] for each in skipped])
