@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from healcore.runtime.faults.retry import Retries
 
 T = TypeVar("T")
+_MAX_KNOWN = 4
+"""A step may begin in the epoch before, and a save may come between."""
 
 Limit = Callable[[int], int] | None
 """Takes the number of an epoch and returns its largest number of batches; None for no limit."""
@@ -122,8 +125,8 @@ class Cursor:
         """Epoch that the user's loop has asked for, which has called `set_epoch` itself; or -1."""
         self._first_number: int | None = None
         """Argument of `set_epoch` for epoch 0, or None before the first epoch."""
-        self._known: SavedPosition | None = None
-        """The newest position, from which a later batch of its epoch can be reached."""
+        self._known: deque[SavedPosition] = deque(maxlen=_MAX_KNOWN)
+        """The newest positions, from which a later batch of their epoch can be reached."""
         self._begin_states: Mapping[str, Any] = {}
         """Random states of before the epoch has begun."""
         self._error: Exception | None = None
@@ -251,6 +254,8 @@ class Cursor:
                     self.unreadable = which
                     raise
             else:
+                if which.index == 0:  # the order of the epoch may be drawn with this batch
+                    self.position()
                 if not is_skipped:
                     return batch, which
             self.passed_over.append(which)
@@ -447,7 +452,7 @@ class Cursor:
             self._reader = Reader(self.loader, obstacle=obstacle)
             position = self._saved(self.next_id, None)
         if self.obstacle is None:
-            self._known = position
+            self._known.append(position)
         return position
 
     def _saved(self, batch: BatchId, state: Any) -> SavedPosition:
@@ -473,15 +478,16 @@ class Cursor:
         """
         if batch == self.next_id:
             return self.position()
-        state, known = None, self._known
-        if self.obstacle is None:
-            if batch.epoch == self.next_id.epoch:
-                state = self._reader.state(batch.index, newest=False)
-            if state is None:
-                if known is None or known["epoch"] != batch.epoch or known["index"] > batch.index:
-                    return None
+        state = None
+        if self.obstacle is None and batch.epoch == self.next_id.epoch:
+            state = self._reader.state(batch.index, newest=False)
+        if state is not None or self.obstacle is not None:
+            return self._saved(batch, state)
+        for known in reversed(self._known):
+            place = BatchId(known["epoch"], known["index"])
+            if place == batch or (batch.epoch, 0) < place < batch:
                 return {**known, "index": batch.index}
-        return self._saved(batch, state)
+        return None
 
     def seek(
         self, position: Mapping[str, Any], *, reads_forward: bool = False
@@ -523,7 +529,8 @@ class Cursor:
                     self._move_to(decode_position(before), self._read_patiently)
                 set_random_states(states)
             else:
-                self._known = dict(position)
+                self._known.clear()
+                self._known.append(dict(position))
                 return None
         if reads_forward and target.batch > was_at:
             with suppress(StopIteration):

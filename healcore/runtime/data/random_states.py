@@ -34,7 +34,7 @@ def random_states(generators: Sequence[Any] = ()) -> RandomStates:
         The states, for `set_random_states`. They are not copied: change none of them.
     """
     states = {"python": random.getstate(), "numpy": _numpy_state(), "framework": torch_states()}
-    return {**states, "own": [generator_state(each) for each in generators]}
+    return {**states, "own": generator_states(generators)}
 
 
 def _numpy_state() -> Any:
@@ -110,6 +110,11 @@ def generator_state(generator: Any) -> Any:
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     return generator.get_state()
+
+
+def generator_states(generators: Sequence[Any]) -> list[Any]:
+    """The states of several generators."""
+    return [generator_state(each) for each in generators]
 
 
 def set_generator_state(generator: Any, state: Any) -> None:

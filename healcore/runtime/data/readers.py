@@ -22,14 +22,22 @@ from typing import Any
 
 import numpy as np
 
-from healcore.runtime.data.loaders import class_name, is_type
+from healcore.runtime.data.loaders import class_name, generators_of, is_type, samplers_of
 from healcore.runtime.data.positions import DataError
-from healcore.runtime.data.random_states import RandomStates, random_states, set_random_states
+from healcore.runtime.data.random_states import (
+    RandomStates,
+    generator_states,
+    isolated,
+    random_states,
+    set_generator_states,
+    set_random_states,
+)
 
 ReaderState = Any
 """The state of a reader. A checkpoint holds it as text of `runtime.store.values`, so it consists of
 numbers, texts, bytes, containers, and arrays of NumPy, torch or JAX."""
 _STATE = "state_dict", "load_state_dict"
+_RANDOM_SAMPLERS = ("RandomSampler", "WeightedRandomSampler", "SubsetRandomSampler")
 _REWINDING = (
     "pass a list, a torch DataLoader of a map-style dataset, torchdata's StatefulDataLoader with "
     "shuffle=True, a Grain dataset, a loader or an iterator with an exact state_dict and "
@@ -80,8 +88,6 @@ class Reader:
     Args:
         loader: the user's loader.
         obstacle: why the loader cannot be rewound, or None if it can.
-        first: the batches of the first epoch, if it has begun already because the iterator had to
-            be examined. Otherwise None.
 
     Attributes:
         kind: name in positions, because a state fits only loaders of the same kind.
@@ -94,21 +100,13 @@ class Reader:
     replays = False
     begins_alone = True
 
-    def __init__(
-        self,
-        loader: Any,
-        *,
-        obstacle: RewindObstacle | None = None,
-        first: Iterator[Any] | None = None,
-    ) -> None:
+    def __init__(self, loader: Any, *, obstacle: RewindObstacle | None = None) -> None:
         self.loader = loader
         self.obstacle = obstacle
-        self._first = first
 
     def begin(self) -> Iterator[Any]:
         """Begins an epoch, and returns its batches."""
-        first, self._first = self._first, None
-        return iter(self.loader) if first is None else first
+        return iter(self.loader)
 
     def state(self, index: int | None, *, newest: bool) -> ReaderState | None:
         """The state before a batch of this epoch, or None if it is unknown.
@@ -141,24 +139,27 @@ class Reader:
 
 
 class StatefulReader(Reader):
-    """A loader or an iterator with a state: a stream in a StatefulDataLoader, or Grain.
+    """A loader or an iterator with a state: a StatefulDataLoader, or Grain.
 
-    The state of an iterator is set on the existing one: a new one could shuffle in another way.
+    A StatefulDataLoader draws the order and the workers' seeds from one random generator, and its
+    state records only where the shuffling began. So the generators of the samplers are part of a
+    state.
 
     Args:
         loader: the user's loader.
-        first: the iterator of the first epoch if iterators have the state, else None.
         names: the methods that return the state and set it.
+        of_iterator: whether the iterators of the loader have them.
     """
 
     def __init__(
-        self, loader: Any, first: Iterator[Any] | None = None, names: tuple[str, str] = _STATE
+        self, loader: Any, names: tuple[str, str] = _STATE, *, of_iterator: bool = False
     ) -> None:
-        super().__init__(loader, first=first)
-        self._of_iterator = first is not None
-        self.kind = "iterator" if self._of_iterator else "loader"
-        self._owner = first if self._of_iterator else loader
+        super().__init__(loader)
         self._get, self._set = names
+        self._of_iterator = of_iterator
+        self.kind = "iterator" if of_iterator else "loader"
+        self._owner = loader
+        self._generators = [] if of_iterator else generators_of(*samplers_of(loader))
 
     def begin(self) -> Iterator[Any]:
         """Begins an epoch with a new iterator."""
@@ -171,15 +172,19 @@ class StatefulReader(Reader):
         """The state at the next batch only; of a loader also between two epochs."""
         if not newest or (index is None and self._of_iterator):
             return None
-        return {"index": index, "own": getattr(self._owner, self._get)()}
+        own = getattr(self._owner, self._get)()
+        return {"index": index, "own": own, "random": generator_states(self._generators)}
 
     def resume(self, state: ReaderState, index: int) -> tuple[Iterator[Any] | None, int]:
         """Sets the state. After an end, the next `iter` begins the next epoch."""
-        self._first = None
+        if self._of_iterator:
+            self.begin()
         getattr(self._owner, self._set)(state["own"])
+        batches = self._owner if self._of_iterator else iter(self.loader)
+        set_generator_states(self._generators, state["random"])  # after iter(), which draws
         if state["index"] is None:
             return None, 0
-        return self._owner if self._of_iterator else iter(self.loader), state["index"]
+        return batches, state["index"]
 
 
 class IndexReader(Reader):
@@ -332,8 +337,7 @@ def reader_for(loader: Any) -> Reader:
     """Chooses the reader of a loader by its kind. A loader may be its own reader.
 
     Args:
-        loader: the user's loader. If only its iterator can have a state, the first epoch begins
-            here, which may draw random numbers.
+        loader: the user's loader. To see whether its iterators have a state, one is made.
     """
     from healcore.runtime.data.torch_reader import TorchReader, is_replayable
 
@@ -351,11 +355,13 @@ def reader_for(loader: Any) -> Reader:
         return Reader(loader, obstacle=obstacle)
     if isinstance(loader, Sequence) or not hasattr(loader, "__iter__"):
         return IndexReader(loader)
-    first = iter(loader)
-    for names in (("get_state", "set_state"), _STATE):
-        if _has_methods(first, *names):
-            return StatefulReader(loader, first, names)
-    return Reader(loader, obstacle=obstacle, first=first)
+    if not is_type(loader, "torch.utils.data", "DataLoader"):  # one with workers is expensive
+        with isolated():
+            iterator = iter(loader)
+        for names in (("get_state", "set_state"), _STATE):
+            if _has_methods(iterator, *names):
+                return StatefulReader(loader, names, of_iterator=True)
+    return Reader(loader, obstacle=obstacle)
 
 
 def _has_methods(thing: object, *names: str) -> bool:
@@ -370,20 +376,30 @@ def _obstacle(loader: Any, *, has_state: bool) -> RewindObstacle | None:
     name, missing = class_name(loader), ""
     if not has_state:
         return RewindObstacle(f"{name} cannot be rewound", _REWINDING)
-    dataset = getattr(loader, "dataset", None)
     if is_type(loader, "accelerate.data_loader", "DataLoaderDispatcher", "DataLoaderAdapter"):
         missing = "the position of this rank"
     elif is_type(loader, "torchdata.nodes", "Loader"):
         missing = "that it reads ahead into the next epoch"
-    elif is_type(loader, "torchdata", "StatefulDataLoader"):
-        is_stream = is_type(dataset, "torch.utils.data", "IterableDataset")
-        if not (is_stream and getattr(loader, "in_order", True)):
-            missing = "the order of its batches (in_order=False, or a dataset with a state)"
-    if _has_shuffle_buffer(loader if dataset is None else dataset):
+    elif getattr(loader, "num_workers", 0) and getattr(loader, "in_order", True) is False:
+        missing = "the order of in_order=False"
+    elif _has_shuffle_buffer(getattr(loader, "dataset", loader)):
         missing = "its shuffle buffer"
+    for sampler in samplers_of(loader):
+        if _draws_unrecorded(sampler):
+            missing = f"the order of {class_name(sampler)}"
     if not missing:
         return None
     return RewindObstacle(f"the state of {name} does not record {missing}", _REWINDING)
+
+
+def _draws_unrecorded(sampler: Any) -> bool:
+    """Whether a sampler draws a new order in every epoch, and does not record it.
+
+    A restored torchdata loader then skips forward through a different order, without a warning.
+    """
+    if hasattr(sampler, "state_dict") or is_type(sampler, "torchdata", "RandomSampler"):
+        return False
+    return bool(generators_of(sampler)) or is_type(sampler, "torch.utils.data", *_RANDOM_SAMPLERS)
 
 
 def _has_shuffle_buffer(stream: Any) -> bool:

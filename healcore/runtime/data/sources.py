@@ -69,8 +69,8 @@ class SourceCursor(Cursor):
         left_by_break: whether a `break` has followed the last batch. What the program does then may
             still belong to the batch.
         trains: whether a step has used its batches.
-        has_begun_before: whether the random states of the checkpoint are from after the begin of
-            its newest pass, so that numbers which the begin draws now are not counted.
+        continues: whether the newest pass continues at a saved position. The move to it may have
+            drawn random numbers.
         substitute: the batch that replaces an unreadable batch, with several ranks.
     """
 
@@ -82,7 +82,7 @@ class SourceCursor(Cursor):
         self.first = self.since = 0
         self.start: SavedPosition = {}
         self.in_loop = self.in_use = self.left_by_break = False
-        self.trains = self.has_begun_before = False
+        self.trains = self.continues = False
         self.substitute: Any = None
 
     @property
@@ -141,11 +141,9 @@ class Source:
         return next((each for each in self._cursors if each.loader is loader), None)
 
     def keep(self, cursor: SourceCursor) -> None:
-        """Keeps a new cursor, and forgets the oldest ones beyond the maximum."""
-        older = [each for each in self._cursors if each is not self.trained]
-        self._cursors = [*older[1 - _MAX_CURSORS :], cursor]
-        if self.trained is not None:
-            self._cursors.append(self.trained)
+        """Keeps the cursor of a pass that begins, and forgets the one that was unused longest."""
+        others = [each for each in self._cursors if each is not cursor]
+        self._cursors = [*others[1 - _MAX_CURSORS :], cursor]
 
     def position_for(self, place: Place) -> SavedPosition | None:
         """The awaited position, unless the pass at a place needs it no more.
@@ -177,9 +175,8 @@ class Source:
         position = cursor.position() if before is None else cursor.position_before(before)
         if position is None:
             raise DataError("the loader cannot be rewound to the first batch of the step")
-        begun = now is not None and now is not cursor
         evaluations = [*self.evaluations]
-        if now is not None and begun and not (now.in_loop and not now.left_by_break):
+        if now is not None and now is not cursor and (now.left_by_break or not now.in_loop):
             evaluations.append(now.place)
         left = leaves and before is None and cursor.in_loop and cursor.left_by_break
         return {
@@ -189,7 +186,6 @@ class Source:
             "since": cursor.since,
             "batch_size": batch_size(cursor.loader),
             "evaluations": evaluations,
-            "begun": begun,
             "left": left,
         }
 
@@ -432,7 +428,7 @@ class Sources:
         self._end_pass(source)
         if cursor is None:
             cursor = SourceCursor(source, loader, self._retries)
-            source.keep(cursor)
+        source.keep(cursor)
         first = since = source.next_pass
         if saved is not None and place == saved["place"]:
             first, since = saved["first"], saved["since"]
@@ -447,14 +443,14 @@ class Sources:
             cursor.abandon()  # a `break` has left the rest of the pass
             cursor.next_id = BatchId(first, 0)
         cursor.read_epochs(first, epochs)
-        cursor.first, cursor.in_loop, cursor.has_begun_before = first, True, False
+        cursor.first, cursor.in_loop, cursor.continues = first, True, saved is not None
         cursor.place, source.current = place, cursor
         cursor.start = cursor.start or cursor.position()
         if evaluates:
             cursor.skipped_batch_ids = set()
         if saved is not None:
             self._take_over(source, cursor, saved)
-        if self.last_trained is None or cursor.has_begun_before:
+        if self.last_trained is None or cursor.continues:
             self.last_trained = cursor  # `place` is of the loader that continues
         why = str(cursor.obstacle)
         if cursor.obstacle is not None and why not in self._forward:
@@ -489,9 +485,6 @@ class Sources:
             cursor.abandon()
         source.awaited, length = None, cursor.length
         source.is_short = length is not None and place.index > length > 0
-        cursor.has_begun_before = (
-            cursor.obstacle is None or cursor.next_id.index > 0 or saved["begun"]
-        )
         if place > (0, 0):
             self._note_training(cursor)
 
@@ -684,11 +677,11 @@ class Sources:
 
             does the program read a loader? ── no ──► wait until it begins the saved passes
                    │
-            does its loop over epochs return to an earlier one? ── yes ──► the same, if it may
+            can all of the loaders be moved? ── no ──► all of them continue forward
                    │
-            rewind the loader of each source ── one of them cannot ──► its obstacle
-
-        If one of the loaders cannot be rewound, all of them continue forward, past the bad batches.
+            does it loop over `Healer.epochs`? ── yes ──► the loop returns to the epoch of the
+                   │                                      position, and begins the saved passes
+            move the loader of each source
 
         Args:
             position: result of `position` in this or in an earlier process, or None if the
@@ -704,18 +697,19 @@ class Sources:
             epoch_loop.next_epoch = position["epoch"]
             self._await_at(position)
             return RewindObstacle("the loop does not read its batches through healcore")
-        if self._returns_to(position, loaders[0]):
+        needed = [*loaders]
+        if epoch_loop.can_return:  # it reads the loaders of earlier passes again
+            needed += [each.trained for each in self._sources.values() if each.trained is not None]
+        for each in needed:
+            if each.obstacle is not None:
+                return each.obstacle
+        if epoch_loop.can_return:
             if epoch_loop.changed_in is not None and position["epoch"] <= epoch_loop.changed_in:
                 return MODEL_CHANGED
-            # Also the sources of earlier passes, which the loop will read again.
-            for each in (*loaders, *(source.trained for source in self._sources.values())):
-                if each is not None and each.obstacle is not None:
-                    return each.obstacle
             self._await_at(position)
             epoch_loop.returns_to = position["epoch"]
             return None
-        # Loaders that cannot be rewound come first: if one of them fails, no loader has moved.
-        for loader in sorted(loaders, key=lambda loader: loader.obstacle is None):
+        for loader in loaders:
             obstacle = loader.source.rewind(loader, position["sources"].get(loader.source.name))
             if obstacle is not None:
                 return obstacle
@@ -726,29 +720,6 @@ class Sources:
         self._trained, saved = position["trained"], position["sources"]
         for name in {*self._sources, *saved}:
             self._source(name).await_at(saved.get(name))
-
-    def _returns_to(self, position: Mapping[str, Any], trained: SourceCursor) -> bool:
-        """Whether a loop over `Healer.epochs` has to return after a rewind to a position.
-
-            the position is in              does the loop return?
-            ------------------------------  ------------------------------------------------------
-            an earlier epoch                yes
-            an earlier pass of the epoch    yes
-            an earlier batch of the pass    yes if the loader has a length. Without a return the
-                                            program would count more batches than the loader has,
-                                            and many programs divide by this length, or index with
-                                            the count. A stream without a length just continues.
-
-        Args:
-            position: the positions of the checkpoint.
-            trained: the loader of the last step.
-        """
-        if not self.epoch_loop.can_return:
-            return False
-        saved = position["sources"].get(trained.source.name)
-        is_same_pass = saved is not None and saved["place"] == trained.place
-        is_earlier_epoch = position["epoch"] < self.epoch_loop.next_epoch
-        return is_earlier_epoch or not is_same_pass or trained.length is not None
 
     def _of_steps(self) -> list[SourceCursor]:
         """The last trained loader, and the other loaders that a loop reads for steps."""

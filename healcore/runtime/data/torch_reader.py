@@ -3,8 +3,8 @@
 The samplers draw the order of an epoch from random generators when the epoch begins. A position is
 the states of the generators at that moment, and the number of batches read since. To return, the
 states are set, the samplers draw the order again, and the indices of the earlier batches are passed
-without reading the data. This includes torchdata's StatefulDataLoader, and the loaders that
-Accelerate, Fabric and trainers make from a DataLoader.
+without reading the data. This includes loaders that Accelerate, Fabric and trainers make from a
+DataLoader.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from healcore.runtime.data.loaders import generators_of, is_type, samplers_of
 from healcore.runtime.data.positions import DataError
 from healcore.runtime.data.random_states import (
     RandomStates,
-    generator_state,
+    generator_states,
     random_states,
     set_generator_states,
     set_random_states,
@@ -62,20 +62,16 @@ def _unwrapped(loader: Any) -> tuple[Any, str]:
 
 
 def is_replayable(loader: Any) -> bool:
-    """Whether a loader is or wraps a library's DataLoader of a map-style dataset.
+    """Whether a loader is or wraps a DataLoader of a map-style dataset, with torch's `__iter__`.
 
     The order of such a loader follows from the random states at the start of the epoch alone. A
-    subclass with an `__iter__` of its own may do anything, and is read as any other loader. So is a
-    StatefulDataLoader of a dataset that has a state.
+    subclass with an `__iter__` of its own may do anything, and is read as any other loader.
     """
-    package, base = "torch.utils.data", _unwrapped(loader)[0]
+    package, (base, attribute) = "torch.utils.data", _unwrapped(loader)
     if not is_type(base, package, "DataLoader") or not getattr(base, "in_order", True):
         return False
-    owner = next(kind for kind in type(base).__mro__ if "__iter__" in vars(kind))
-    if owner.__module__.startswith("torchdata.stateful_dataloader"):
-        if hasattr(base.dataset, "state_dict"):
-            return False
-    elif owner is not sys.modules[package].DataLoader:
+    has_own_iter = type(base).__iter__ is not sys.modules[package].DataLoader.__iter__
+    if has_own_iter and attribute != "base_dataloader":
         return False
     return not is_type(base.dataset, package, "IterableDataset")
 
@@ -129,13 +125,10 @@ class TorchReader(Reader):
         self._is_seedless = is_simulated or self._workers is not None
         self._next_is_seedless = False
         self._order.reset()
-        self._before, self._begun = {}, self._own_states()
+        self._before, self._begun = {}, generator_states(self._generators)
         if not is_simulated:
             return self._batches()
         return self._again({"random": random_states(self._generators), "digest": 0}, 0)
-
-    def _own_states(self) -> list[Any]:
-        return [generator_state(each) for each in self._generators]
 
     def state(self, index: int | None, *, newest: bool) -> ReaderState:
         """The random states of before the order was drawn, and the digest of the batches since.
@@ -146,7 +139,7 @@ class TorchReader(Reader):
         """
         if index is None:
             is_seedless = self._next_is_seedless or self._workers is not None
-            return {"seedless": is_seedless, "own": self._own_states()}
+            return {"seedless": is_seedless, "own": generator_states(self._generators)}
         if index == 0:
             return {"seedless": self._is_seedless, "own": self._begun}
         in_order = not self._attribute and self._copy.num_workers == 0
@@ -154,7 +147,7 @@ class TorchReader(Reader):
             "random": self._order.start,
             "digest": self._order.passed(index)[1],
             "ahead": self._before.get(index) if self._reads_ahead else None,
-            "own": self._own_states() if in_order else None,
+            "own": generator_states(self._generators) if in_order else None,
         }
 
     def resume(self, state: ReaderState, index: int) -> tuple[Iterator[Any] | None, int]:
@@ -191,8 +184,7 @@ class TorchReader(Reader):
         loader, base = self.loader, _unwrapped(self.loader)[0]
         # Attributes of a DataLoader that has not begun an epoch, also of a StatefulDataLoader.
         new = {"_iterator": self._workers, "_initial_iter_for_state_dict": False}
-        order = {self._order_name: self._order, "next_iter_state": None}
-        copied = self._copy = _with(base, **order, **new)
+        copied = self._copy = _with(base, **{self._order_name: self._order}, **new)
         if not self._attribute:
             return iter(copied)
         batches = self._noted(iter(copied) if begins_now else copied, index)

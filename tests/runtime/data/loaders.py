@@ -13,13 +13,7 @@ import torchdata.nodes
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from lightning.fabric import Fabric
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -228,10 +222,6 @@ REWINDING = [
     Kind("DataLoader own noise", lambda: DataLoader(NoisySquares(), SIZE)),
     Kind("stateful shuffled", lambda: stateful(shuffle=True)),
     Kind("stateful generator", generator),
-    Kind(
-        "stateful sampler", lambda: stateful(sampler=RandomSampler(range(11), generator=seeded()))
-    ),
-    Kind("stateful own Generator", lambda: stateful(sampler=OwnOrder(seeded()))),
     Kind("stateful worker", lambda: stateful(shuffle=True, num_workers=1), 2),
     Kind("accelerate shuffled", lambda: accelerated(**SEEDED)),
     Kind("accelerate own noise", lambda: accelerated(NoisySquares(), **SEEDED)),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 from healcore.runtime.data import BatchId, Cursor, DataError
 from tests.runtime.data.loaders import (
@@ -11,12 +11,14 @@ from tests.runtime.data.loaders import (
     REWINDING,
     SIZE,
     HiddenOrder,
+    OwnOrder,
     Shuffled,
     Squares,
     Stream,
     accelerated,
     over,
     plain,
+    seeded,
     stateful,
     take,
 )
@@ -61,8 +63,18 @@ def test_a_limited_iterator_continues_in_the_next_epoch(length):
             id="stream in accelerate",
         ),
         pytest.param(
+            lambda: stateful(sampler=RandomSampler(range(11))),
+            "does not record the order",
+            id="sampler without its order",
+        ),
+        pytest.param(
+            lambda: stateful(sampler=OwnOrder(seeded())),
+            "does not record the order of tests.runtime.data.loaders.OwnOrder",
+            id="sampler with a generator",
+        ),
+        pytest.param(
             lambda: stateful(num_workers=2, in_order=False),
-            "the order of its batches",
+            "the order of in_order=False",
             id="workers out of order",
         ),
     ],
