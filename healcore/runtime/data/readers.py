@@ -317,15 +317,15 @@ class FunctionReader(Reader):
         if not state:
             return None, 0
         set_random_states(state["random"])
-        made = self.loader()
-        if made is self._inner.loader and isinstance(made, Iterator):
+        before = self._inner.loader
+        batches = self.begin()
+        if self._inner.loader is before and isinstance(before, Iterator):
             raise DataError(
                 "the function has returned the iterator that it had returned before, which cannot "
                 "go back: it has to make a new one at each call"
             )
-        self._random, self._inner = state["random"], reader_for(made)
         if state["own"] is None:
-            return self._inner.begin(), 0
+            return batches, 0
         return self._inner.resume(state["own"], index)
 
     def rows(self, index: int) -> list[int] | None:

@@ -203,25 +203,6 @@ class Source:
             if cursor.trains:  # also one that the program has begun to read after the position
                 cursor.seek(cursor.start)
 
-    def rewind(self, cursor: SourceCursor, saved: SavedPosition | None) -> RewindObstacle | None:
-        """Moves the loader of the newest steps to a position, or at least to its start.
-
-        Args:
-            cursor: the cursor of the loader.
-            saved: the position of the source, or None if it has trained nothing by then.
-
-        Returns:
-            Why the steps since the position are not all repeated, or None.
-        """
-        place = BatchId(0, 0) if saved is None else place_of(saved)
-        if saved is None or place <= (cursor.since, 0):  # perhaps a state of another loader
-            saved = {**cursor.start, "epoch": cursor.since}
-        obstacle = cursor.seek(saved)
-        if obstacle is not None:
-            return obstacle
-        cursor.in_loop = False  # a `break` came after this position, so it is undone too
-        return OTHER_LOADER if place.epoch < cursor.since else None
-
 
 class EpochLoop:
     """The program's own loop over epochs, and its return to an earlier epoch.
@@ -473,14 +454,10 @@ class Sources:
             )
         was_at, obstacle = cursor.next_id, cursor.seek(saved, reads_forward=True)
         if obstacle is not None and place > was_at and place.index > 0:
-            read = (
-                f"read {counted(place.index, 'batch', 'batches')} and dropped them, up to {place}"
+            self.notices.append(
+                f"read {counted(place.index, 'batch', 'batches')} and dropped them, up to {place}; "
+                f"the batches may differ from before: {obstacle}"
             )
-            if cursor.next_id != place:
-                read = (
-                    f"epoch {place.epoch} has fewer than {place.index} batches: continues after it"
-                )
-            self.notices.append(f"{read}; the batches may differ from before: {obstacle}")
         if saved["left"]:
             cursor.abandon()
         source.awaited, length = None, cursor.length
@@ -599,15 +576,12 @@ class Sources:
         loaders = self._of_steps()
         return bool(loaders) and all(loader.obstacle is None for loader in loaders)
 
-    def position(self, *, after_step: bool = False, forward: bool = False) -> Positions:
+    def position(self, *, after_step: bool = False) -> Positions:
         """The positions of all sources that train, for a checkpoint: see `Positions`.
 
         Args:
             after_step: whether the positions are those after the last step, for a save at an
                 exception in the middle of a step. A restart reads the batches since then again.
-            forward: whether only the sources that cannot be rewound have a position. A rollback
-                moves all others back. A restart after the rollback, at the same checkpoint, then
-                continues where such a source is.
 
         Raises:
             DataError: a loader cannot be rewound to the step.
@@ -615,8 +589,6 @@ class Sources:
         sources: dict[str, SavedPosition] = {}
         for name, source in self._sources.items():
             trained, before = source.trained, None
-            if forward and (trained is None or trained.obstacle is None):
-                continue
             if after_step and trained is not None:
                 before = self.first_pending(trained)
             saved = source.position(leaves=self.epoch_loop.can_return, before=before)
@@ -709,11 +681,18 @@ class Sources:
             self._await_at(position)
             epoch_loop.returns_to = position["epoch"]
             return None
-        for loader in loaders:
-            obstacle = loader.source.rewind(loader, position["sources"].get(loader.source.name))
+        is_older = False
+        for cursor in loaders:
+            saved = position["sources"].get(cursor.source.name)
+            place = BatchId(0, 0) if saved is None else place_of(saved)
+            if saved is None or place <= (cursor.since, 0):  # perhaps a state of another loader
+                saved = {**cursor.start, "epoch": cursor.since}
+            is_older |= place.epoch < cursor.since
+            obstacle = cursor.seek(saved)
             if obstacle is not None:
                 return obstacle
-        return None
+            cursor.in_loop = False  # a `break` came after this position, so it is undone too
+        return OTHER_LOADER if is_older else None
 
     def _await_at(self, position: Mapping[str, Any]) -> None:
         """Makes all sources wait until the program begins the saved passes again."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import zlib
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
@@ -128,10 +129,10 @@ class TorchReader(Reader):
         self._before, self._begun = {}, generator_states(self._generators)
         if not is_simulated:
             return self._batches()
-        return self._again({"random": random_states(self._generators), "digest": 0}, 0)
+        return self._again({"random": random_states(self._generators), "digest": None}, 0)
 
     def state(self, index: int | None, *, newest: bool) -> ReaderState:
-        """The random states of before the order was drawn, and the digest of the batches since.
+        """The random states of before the order was drawn, and the digest of the last batch's rows.
 
         Before the first batch of an epoch the order is not drawn yet. Besides, the states of the
         loader's own generators, unless batches are read ahead. If Accelerate has read the next
@@ -145,7 +146,7 @@ class TorchReader(Reader):
         in_order = not self._attribute and self._copy.num_workers == 0
         return {
             "random": self._order.start,
-            "digest": self._order.passed(index)[1],
+            "digest": _digest(self._order.items.get(index)),
             "ahead": self._before.get(index) if self._reads_ahead else None,
             "own": generator_states(self._generators) if in_order else None,
         }
@@ -216,7 +217,7 @@ class TorchReader(Reader):
 
     def rows(self, index: int) -> list[int] | None:
         """The first indices of the batch, or None if they are no numbers."""
-        item, _ = self._order.passed(index)
+        item = self._order.items.get(index)
         rows = item[:MAX_ROWS] if isinstance(item, list | tuple) else [item]
         is_known = all(isinstance(row, int | np.integer) for row in rows)
         return [int(row) for row in rows] if rows and is_known else None
@@ -243,6 +244,11 @@ Item = Any
 """What a sampler yields: the index of a row, or the list of the indices of a batch."""
 
 
+def _digest(item: Item | None) -> int | None:
+    """The CRC of an item, or None for no item."""
+    return None if item is None else zlib.crc32(repr(item).encode())
+
+
 class _RecordedOrder:
     """The items of a sampler, and the random states from which their order follows.
 
@@ -256,6 +262,7 @@ class _RecordedOrder:
 
     Attributes:
         start: the random states before the order of this epoch was drawn.
+        items: number of items -> the last of them.
     """
 
     def __init__(self, sampler: Iterable[Item], generators: list[Any], kept: int) -> None:
@@ -267,8 +274,7 @@ class _RecordedOrder:
     def reset(self) -> None:
         """Begins a new epoch, whose order is drawn when its first index is read."""
         self.start: RandomStates = {}
-        self._items: dict[int, tuple[Item, int]] = {0: (None, 0)}
-        """Number of items -> the last of them, and the CRC of all of them."""
+        self.items: dict[int, Item] = {}
         self._drawn: Iterator[Item] | None = None
         """The rest of an order of `draw`, until it is read, or None."""
 
@@ -284,20 +290,13 @@ class _RecordedOrder:
     def __iter__(self) -> Iterator[Item]:
         return self._drawn or self._begun()
 
-    def passed(self, count: int) -> tuple[Item, int]:
-        """The last one of the first `count` items, and the CRC of all of them.
-
-        (None, 0), which fits any order, if they are not kept.
-        """
-        return self._items.get(count, (None, 0))
-
-    def draw(self, states: RandomStates, skip: int, digest: int) -> RandomStates:
+    def draw(self, states: RandomStates, skip: int, digest: int | None) -> RandomStates:
         """Sets random states, draws an order and passes its first `skip` items.
 
         Args:
             states: the random states before the order was drawn.
             skip: number of items to pass.
-            digest: the CRC of these items, or 0 if it is unknown.
+            digest: the digest of the last one of them, or None if it is unknown.
 
         Returns:
             The random states after the order was drawn.
@@ -306,10 +305,9 @@ class _RecordedOrder:
             DataError: the order is not the order of `digest`. The current order is unchanged.
         """
         set_random_states(states, self._generators)
-        items, passed = iter(self._sampler), {0: (None, 0)}
-        for count in range(1, skip + 1):
-            self._keep(passed, count, next(items, None))
-        if digest not in (0, passed[skip][1]):
+        items = iter(self._sampler)
+        passed = deque(islice(items, skip), maxlen=1)
+        if digest is not None and [digest] != [_digest(each) for each in passed]:
             raise DataError(
                 "the samplers do not give the same order again: they draw from a generator that is "
                 "neither a global one nor an attribute of theirs, or the dataset has changed"
@@ -317,7 +315,7 @@ class _RecordedOrder:
         # A sampler draws the order when its first item is read. Only this item is read, because
         # some samplers draw again at each item.
         first = [] if skip else list(islice(items, 1))
-        self.start, self._items = states, passed
+        self.start, self.items = states, dict(zip([skip], passed, strict=False))
         self._drawn = self._noted(chain(first, items), skip)
         return random_states(self._generators)
 
@@ -332,10 +330,6 @@ class _RecordedOrder:
         self._drawn = None  # the next `iter` begins another epoch; with workers, `iter` runs twice
         for item in items:
             count += 1
-            self._keep(self._items, count, item)
+            self.items[count] = item
+            self.items.pop(count - self._kept, None)
             yield item
-
-    def _keep(self, kept: dict[int, tuple[Item, int]], count: int, item: Item) -> None:
-        """Keeps an item with the digest of all items up to it."""
-        kept[count] = item, zlib.crc32(repr(item).encode(), kept[count - 1][1])
-        kept.pop(count - self._kept, None)

@@ -42,7 +42,7 @@ class StructureChange(NamedTuple):
     """Epoch of this step."""
 
 
-SCHEMA = 14
+SCHEMA = 15
 
 
 @dataclass(kw_only=True)
@@ -93,8 +93,6 @@ class RunRecord:
     """What is held in these ranges now."""
     skipped: dict[str, list[BatchId]] = field(default_factory=dict)
     """Name of a source -> ids of the batches that it skips."""
-    forward: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Name of a source that cannot be rewound -> its position, which a rollback keeps."""
     comparisons: ComparisonState = field(default_factory=ComparisonState)
     """What the comparisons of weights have shown."""
     is_in_body: bool = False
@@ -111,20 +109,6 @@ class RunRecord:
         checkpoints, which a rollback has undone.
         """
         return AttemptHistory(tuple(self.attempts), self.known_good_up_to)
-
-    def repeats_undone_steps(self, step: int) -> bool:
-        """Whether a start from checkpoint `step` repeats steps that the last rollback undid.
-
-        It does up to the target of this rollback. A later checkpoint was saved after the rollback.
-
-        A restart at such a step repeats what a rollback has begun, and has to change the same
-        things.
-
-        Args:
-            step: step of the checkpoint that is restored.
-        """
-        rollbacks = self.ledger.in_force
-        return bool(rollbacks) and rollbacks[-1].checkpoint >= step
 
     def continue_run(self, newest: RunRecord) -> None:
         """Takes the facts of the run from the newest record, at a start.
@@ -184,7 +168,7 @@ class RunRecord:
 
 _AT_STEP = (
     *("step", "world", "engines", "journal", "healthy", "envelope"),
-    *("skipped", "forward", "is_in_body", "last_regular"),
+    *("skipped", "is_in_body", "last_regular"),
 )
 """Fields about a step. `comparisons` is one too, which the witness takes."""
 _RECORD = TypeAdapter(RunRecord)

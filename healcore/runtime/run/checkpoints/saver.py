@@ -94,7 +94,6 @@ class Saver:
             world=self.run.ranks.world,
             engines=self.run.driver.engines(),
             skipped=self.run.loaders.skipped_by_source(),
-            forward=self.run.loaders.position(forward=True)["sources"],
             is_in_body=self.run.loop.state.is_after_step,
             last_regular=self.run.schedule.last_regular,
         ).to_dict()

@@ -222,7 +222,6 @@ class WayBack:
                 raise StoreError(f"its record is of step {record.step}")
             if data_state is None and record.world == run.ranks.world:
                 raise StoreError("it has no random states and positions of the loaders")
-        check_positions({"epoch": 0, "trained": None, "sources": record.forward})
         if data_state is not None:
             check_positions(data_state.data)
         engines, problem = compatible_states(run.policy.engine, record.engines)
@@ -557,13 +556,7 @@ class WayBack:
         own = saved.record
         run.record.continue_run(newest or own)
         run.loaders.resume_skipped(own.skipped)
-        positions = saved.position
-        if positions is not None and own.repeats_undone_steps(saved.step):
-            kept = own.forward
-            if own.world != run.ranks.world:
-                kept = positions_of_other_ranks(kept, own.world)
-            positions = {**positions, "sources": {**positions["sources"], **kept}}
-        run.loaders.seek(positions)
+        run.loaders.seek(saved.position)
         self._continue_from(saved, own.envelope, weights)
         epochs = [each.epoch for each in run.record.changes]
         run.loaders.epoch_loop.changed_in = max(epochs, default=None)
