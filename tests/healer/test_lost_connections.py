@@ -388,7 +388,7 @@ def test_batches_that_are_dropped_to_go_back_are_read_again_too(tmp_path):
     assert [number_of(cursor.next()) for _ in range(2)] == [0, 1]
     position = cursor.position()
     assert [number_of(cursor.next()) for _ in range(2)] == [2, 3]
-    assert cursor.seek(position) is None
+    assert not cursor.seek(position)
     assert [number_of(cursor.next()) for _ in range(4)] == [2, 3, 4, 5]
     assert network.count.stat().st_size > 12
 

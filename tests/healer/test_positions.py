@@ -124,7 +124,7 @@ def test_a_run_started_again_after_an_exception_is_the_one_without(
 def test_a_position_of_workers_continues_without_workers():
     first, second = Cursor(read_ahead(workers=1)), Cursor(read_ahead())
     first.next()
-    assert second.seek(first.position()) is None
+    assert not second.seek(first.position())
     assert int(second.next()[0]) == int(first.next()[0])
 
 

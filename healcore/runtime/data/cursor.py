@@ -26,7 +26,6 @@ from healcore.runtime.data.positions import (
 from healcore.runtime.data.random_states import random_states, set_random_states
 from healcore.runtime.data.readers import (
     Reader,
-    RewindObstacle,
     UnreadableBatch,
     function_name,
     is_function,
@@ -85,6 +84,7 @@ class Cursor:
         >>> cursor.next()
         ('c', BatchId(epoch=0, index=2))
         >>> cursor.seek(before)
+        ''
         >>> cursor.next()
         ('a', BatchId(epoch=0, index=0))
     """
@@ -216,7 +216,7 @@ class Cursor:
     def close(self) -> None:
         """Releases the loader's iterator with its workers. Nothing can be read afterwards."""
         self._batches = None
-        self._reader = Reader(self.loader, obstacle=RewindObstacle(f"{self.name} is closed"))
+        self._reader = Reader(self.loader, obstacle=f"{self.name} is closed")
 
     # -- reading --------------------------------------------------------------------------------
 
@@ -415,7 +415,7 @@ class Cursor:
     def _place_to_read_again(self, which: BatchId) -> Position | None:
         """The position of a batch whose reading has failed, or None if it cannot be reached."""
         reader, position = self._reader, None
-        if reader.obstacle is None and (which.index > 0 or reader.begins_alone):
+        if not reader.obstacle and (which.index > 0 or reader.begins_alone):
             position = self.position_before(which)
             if position is None and which.index == 0:  # the epoch begins again
                 position = self._saved(which, None)
@@ -424,8 +424,8 @@ class Cursor:
     # -- positions ------------------------------------------------------------------------------
 
     @property
-    def obstacle(self) -> RewindObstacle | None:
-        """Why the loader cannot be moved to a position, or None if it can.
+    def obstacle(self) -> str:
+        """Why the loader cannot be moved to a position, or an empty string if it can.
 
         Without a move, a rollback restores the weights and continues with the next batches.
         """
@@ -440,18 +440,16 @@ class Cursor:
             Python values that any checkpoint can hold.
         """
         reader = self._reader
-        if reader.obstacle is None and not reader.replays and not self._is_between:
+        if not (reader.obstacle or reader.replays or self._is_between):
             self._begin()  # the state may still be of the epoch that a `break` has left
         try:
             index = None if self._batches is None else self.next_id.index
             position = self._saved(self.next_id, reader.state(index, newest=True))
         except Exception as error:  # the loader's code may raise anything
-            obstacle = RewindObstacle(
-                f"the state of {self.name} cannot be taken", error_text(error)
-            )
+            obstacle = f"the state of {self.name} cannot be taken: {error_text(error)}"
             self._reader = Reader(self.loader, obstacle=obstacle)
             position = self._saved(self.next_id, None)
-        if self.obstacle is None:
+        if not self.obstacle:
             self._known.append(position)
         return position
 
@@ -479,9 +477,9 @@ class Cursor:
         if batch == self.next_id:
             return self.position()
         state = None
-        if self.obstacle is None and batch.epoch == self.next_id.epoch:
+        if not self.obstacle and batch.epoch == self.next_id.epoch:
             state = self._reader.state(batch.index, newest=False)
-        if state is not None or self.obstacle is not None:
+        if state is not None or self.obstacle:
             return self._saved(batch, state)
         for known in reversed(self._known):
             place = BatchId(known["epoch"], known["index"])
@@ -489,9 +487,7 @@ class Cursor:
                 return {**known, "index": batch.index}
         return None
 
-    def seek(
-        self, position: Mapping[str, Any], *, reads_forward: bool = False
-    ) -> RewindObstacle | None:
+    def seek(self, position: Mapping[str, Any], *, reads_forward: bool = False) -> str:
         """Moves to a position, backwards or forwards, also into another epoch.
 
         Batches keep their ids, and batches that are skipped stay skipped. If the loader does not
@@ -503,7 +499,7 @@ class Cursor:
                 the epoch up to the position, as at a restart. Earlier epochs are not read.
 
         Returns:
-            Why the cursor could not move, or None.
+            Why the cursor could not move, or an empty string.
 
         Raises:
             DataError: it is not a position, or the batches differ for this number of ranks.
@@ -513,14 +509,14 @@ class Cursor:
         check_division(target, division(self.loader), self.name)
         before, states, was_at = self.position(), random_states(), self.next_id
         obstacle, reason = self.obstacle, f"{self.name} does not accept the position"
-        if obstacle is None and target.kind != self._reader.kind:
+        if not obstacle and target.kind != self._reader.kind:
             detail = f"it is of kind {target.kind!r}, and the run has another loader now"
-            obstacle = RewindObstacle(reason, detail)
-        if obstacle is None:
+            obstacle = f"{reason}: {detail}"
+        if not obstacle:
             try:
                 self._move_to(target, self._read_patiently)
             except Exception as error:  # the loader's code may raise anything
-                obstacle = RewindObstacle(reason, error_text(error))
+                obstacle = f"{reason}: {error_text(error)}"
                 if isinstance(error, DataError):  # the reader has not moved
                     self.next_id = was_at
                     if before["told_epoch"] is not None:
@@ -531,7 +527,7 @@ class Cursor:
             else:
                 self._known.clear()
                 self._known.append(dict(position))
-                return None
+                return ""
         if reads_forward and target.batch > was_at:
             with suppress(StopIteration):
                 self._move_to(target.model_copy(update={"state": None}), self._read_patiently)

@@ -16,7 +16,6 @@ anything else to iterate over                    `Reader`          cannot return
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -44,19 +43,6 @@ _REWINDING = (
     "load_state_dict, or a function that makes the stream again: lambda: zip(a, b)"
 )
 """What can be rewound instead."""
-
-
-@dataclass(frozen=True)
-class RewindObstacle:
-    """Why a loader, or the loop over the epochs, cannot be rewound."""
-
-    reason: str
-    """The reason, as a clause."""
-    detail: str = ""
-    """What to write instead, or the error of the loader; or an empty string."""
-
-    def __str__(self) -> str:
-        return f"{self.reason}: {self.detail}" if self.detail else self.reason
 
 
 class UnreadableBatch:
@@ -87,7 +73,8 @@ class Reader:
 
     Args:
         loader: the user's loader.
-        obstacle: why the loader cannot be rewound, or None if it can.
+        obstacle: why the loader cannot be rewound, or an empty string: a short reason, and after a
+            colon what to write instead.
 
     Attributes:
         kind: name in positions, because a state fits only loaders of the same kind.
@@ -100,7 +87,7 @@ class Reader:
     replays = False
     begins_alone = True
 
-    def __init__(self, loader: Any, *, obstacle: RewindObstacle | None = None) -> None:
+    def __init__(self, loader: Any, *, obstacle: str = "") -> None:
         self.loader = loader
         self.obstacle = obstacle
 
@@ -309,7 +296,7 @@ class FunctionReader(Reader):
         """The random states of the call, and the state of the stream if it is known."""
         if not index:
             return {}
-        own = self._inner.state(index, newest=newest) if self._inner.obstacle is None else None
+        own = None if self._inner.obstacle else self._inner.state(index, newest=newest)
         return {"random": self._random, "own": own}
 
     def resume(self, state: ReaderState, index: int) -> tuple[Iterator[Any] | None, int]:
@@ -349,7 +336,7 @@ def reader_for(loader: Any) -> Reader:
         return TorchReader(loader)
     has_state = _has_methods(loader, *_STATE)
     obstacle = _obstacle(loader, has_state=has_state)
-    if obstacle is None:
+    if not obstacle:
         return StatefulReader(loader)
     if has_state:
         return Reader(loader, obstacle=obstacle)
@@ -368,14 +355,14 @@ def _has_methods(thing: object, *names: str) -> bool:
     return all(callable(getattr(thing, name, None)) for name in names)
 
 
-def _obstacle(loader: Any, *, has_state: bool) -> RewindObstacle | None:
+def _obstacle(loader: Any, *, has_state: bool) -> str:
     """Why a loader has no `state_dict` that determines what follows, and what to use instead.
 
     A loader with such a state would go on with other batches, without a warning.
     """
     name, missing = class_name(loader), ""
     if not has_state:
-        return RewindObstacle(f"{name} cannot be rewound", _REWINDING)
+        return f"{name} cannot be rewound: {_REWINDING}"
     if is_type(loader, "accelerate.data_loader", "DataLoaderDispatcher", "DataLoaderAdapter"):
         missing = "the position of this rank"
     elif is_type(loader, "torchdata.nodes", "Loader"):
@@ -388,8 +375,8 @@ def _obstacle(loader: Any, *, has_state: bool) -> RewindObstacle | None:
         if _draws_unrecorded(sampler):
             missing = f"the order of {class_name(sampler)}"
     if not missing:
-        return None
-    return RewindObstacle(f"the state of {name} does not record {missing}", _REWINDING)
+        return ""
+    return f"the state of {name} does not record {missing}: {_REWINDING}"
 
 
 def _draws_unrecorded(sampler: Any) -> bool:

@@ -29,15 +29,15 @@ from healcore.runtime.data.positions import (
     SavedPosition,
     place_of,
 )
-from healcore.runtime.data.readers import RewindObstacle, ScanBlocks
+from healcore.runtime.data.readers import ScanBlocks
 
 if TYPE_CHECKING:
     from healcore.runtime.faults.retry import Retries
 
-OTHER_LOADER = RewindObstacle("each epoch has a loader of its own")
+OTHER_LOADER = "each epoch has a loader of its own"
 """Reason of a rollback to a place in a loader that is read no more: only the steps of the newest
 loader are repeated."""
-MODEL_CHANGED = RewindObstacle(
+MODEL_CHANGED = (
     "the program would change the structure of its model again at the beginning of that epoch"
 )
 """Reason of a rollback after which a loop over `Healer.epochs` does not return."""
@@ -433,8 +433,8 @@ class Sources:
             self._take_over(source, cursor, saved)
         if self.last_trained is None or cursor.continues:
             self.last_trained = cursor  # `place` is of the loader that continues
-        why = str(cursor.obstacle)
-        if cursor.obstacle is not None and why not in self._forward:
+        why = cursor.obstacle
+        if why and why not in self._forward:
             self._forward.add(why)
             self.notices.append(f"after rollbacks the data continues forward: {why}")
         return cursor
@@ -453,7 +453,7 @@ class Sources:
                 "first batch, pass an empty directory"
             )
         was_at, obstacle = cursor.next_id, cursor.seek(saved, reads_forward=True)
-        if obstacle is not None and place > was_at and place.index > 0:
+        if obstacle and place > was_at and place.index > 0:
             self.notices.append(
                 f"read {counted(place.index, 'batch', 'batches')} and dropped them, up to {place}; "
                 f"the batches may differ from before: {obstacle}"
@@ -574,7 +574,7 @@ class Sources:
         continues with the batches that come next. False without a loader.
         """
         loaders = self._of_steps()
-        return bool(loaders) and all(loader.obstacle is None for loader in loaders)
+        return bool(loaders) and not any(loader.obstacle for loader in loaders)
 
     def position(self, *, after_step: bool = False) -> Positions:
         """The positions of all sources that train, for a checkpoint: see `Positions`.
@@ -644,7 +644,7 @@ class Sources:
                 skipped.update(BatchId(epoch, each) for each in range(index + 1, end))
             skipped.difference_update(read_again)
 
-    def seek(self, position: Mapping[str, Any] | None) -> RewindObstacle | None:
+    def seek(self, position: Mapping[str, Any] | None) -> str:
         """Moves the sources to the positions of a checkpoint, at a start and at a rollback.
 
             does the program read a loader? ── no ──► wait until it begins the saved passes
@@ -660,27 +660,27 @@ class Sources:
                 checkpoint has no positions.
 
         Returns:
-            Why the steps since the position are not all repeated, or None.
+            Why the steps since the position are not all repeated, or an empty string.
         """
         loaders, epoch_loop = self._of_steps(), self.epoch_loop
         if position is None:
-            return RewindObstacle("the checkpoint has no position of this loader")
+            return "the checkpoint has no position of this loader"
         if not loaders:
             epoch_loop.next_epoch = position["epoch"]
             self._await_at(position)
-            return RewindObstacle("the loop does not read its batches through healcore")
+            return "the loop does not read its batches through healcore"
         needed = [*loaders]
         if epoch_loop.can_return:  # it reads the loaders of earlier passes again
             needed += [each.trained for each in self._sources.values() if each.trained is not None]
         for each in needed:
-            if each.obstacle is not None:
+            if each.obstacle:
                 return each.obstacle
         if epoch_loop.can_return:
             if epoch_loop.changed_in is not None and position["epoch"] <= epoch_loop.changed_in:
                 return MODEL_CHANGED
             self._await_at(position)
             epoch_loop.returns_to = position["epoch"]
-            return None
+            return ""
         is_older = False
         for cursor in loaders:
             saved = position["sources"].get(cursor.source.name)
@@ -689,10 +689,10 @@ class Sources:
                 saved = {**cursor.start, "epoch": cursor.since}
             is_older |= place.epoch < cursor.since
             obstacle = cursor.seek(saved)
-            if obstacle is not None:
+            if obstacle:
                 return obstacle
             cursor.in_loop = False  # a `break` came after this position, so it is undone too
-        return OTHER_LOADER if is_older else None
+        return OTHER_LOADER if is_older else ""
 
     def _await_at(self, position: Mapping[str, Any]) -> None:
         """Makes all sources wait until the program begins the saved passes again."""

@@ -217,7 +217,7 @@ class TorchReader(Reader):
 
     def rows(self, index: int) -> list[int] | None:
         """The first indices of the batch, or None if they are no numbers."""
-        item = self._order.items.get(index)
+        item: Any = self._order.items.get(index)
         rows = item[:MAX_ROWS] if isinstance(item, list | tuple) else [item]
         is_known = all(isinstance(row, int | np.integer) for row in rows)
         return [int(row) for row in rows] if rows and is_known else None

@@ -80,7 +80,7 @@ def test_a_limited_iterator_continues_in_the_next_epoch(length):
     ],
 )
 def test_why_not_names_what_to_pass(make, reason):
-    assert reason in str(Cursor(make()).obstacle)
+    assert reason in Cursor(make()).obstacle
 
 
 @over([*FORWARD, *REWINDING[::4]])
@@ -94,7 +94,7 @@ def test_a_seek_reads_to_the_position_of_another_loader(kind):
     cursor = Cursor(kind.make(), epochs=kind.epochs)
     cursor.skipped_batch_ids.add(last)
     obstacle = cursor.seek(earlier.position(), reads_forward=True)
-    assert (obstacle is None) == (cursor._reader.kind == "sequence")
+    assert (obstacle == "") == (cursor._reader.kind == "sequence")
     assert take(cursor) == []
     assert cursor.passed_over == [last]
 
@@ -110,7 +110,7 @@ def test_a_seek_promises_no_order_that_is_not_checked(make, says):
     earlier = Cursor(make(), epochs=2)
     take(earlier, BATCHES + 2)
     cursor = Cursor(make(), epochs=2)
-    assert says in str(cursor.seek(earlier.position(), reads_forward=True))
+    assert says in cursor.seek(earlier.position(), reads_forward=True)
     assert cursor.next_id == earlier.next_id
 
 
@@ -131,8 +131,8 @@ def test_positions_of_another_kind_of_loader_are_refused():
     elsewhere = Cursor(Shuffled())
     take(elsewhere, 2)
     cursor = Cursor(stateful())
-    assert "the run has another loader now" in str(cursor.seek(elsewhere.position()))
-    assert cursor.seek(cursor.position()) is None
+    assert "the run has another loader now" in cursor.seek(elsewhere.position())
+    assert not cursor.seek(cursor.position())
     assert not cursor.obstacle
     assert len(take(cursor)) == BATCHES
 
@@ -154,7 +154,7 @@ def test_an_order_that_is_not_drawn_again():
     take(cursor, 2)
     position = cursor.position()
     assert take(cursor, 1)[0][0] == BatchId(0, 2)
-    assert "generator" in str(cursor.seek(position))
+    assert "generator" in cursor.seek(position)
 
 
 class DrawsEachItem(OwnGenerator):
@@ -171,7 +171,7 @@ def test_a_sampler_that_draws_at_each_item_continues_with_the_next_draw():
     position = cursor.position()
     state = torch.get_rng_state()
     rest = take(cursor)
-    assert cursor.seek(position) is None
+    assert not cursor.seek(position)
     torch.set_rng_state(state)
     assert take(cursor) == rest
 
@@ -248,7 +248,7 @@ def test_a_state_that_cannot_be_taken():
     cursor = Cursor(loader)
     take(cursor, 2)
     position = cursor.position()
-    assert "NotImplementedError: no state in this mode" in str(cursor.obstacle)
+    assert "NotImplementedError: no state in this mode" in cursor.obstacle
     assert [batch for _, batch in take(cursor)] == [2, 3, 4, 5]
     later = Cursor(Numbers())
     assert later.seek(position, reads_forward=True)
@@ -262,7 +262,7 @@ def test_a_position_that_the_loader_does_not_take():
     position = cursor.position()
     take(cursor, 3)
     loader.fails_at = 1
-    assert "does not accept the position: KeyError: 'shard_7'" in str(cursor.seek(position))
+    assert "does not accept the position: KeyError: 'shard_7'" in cursor.seek(position)
     assert take(cursor, 3) == [((0, 4), 4), ((0, 5), 5), ((1, 0), 0)]
 
 

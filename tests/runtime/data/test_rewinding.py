@@ -42,13 +42,13 @@ def test_from_the_end_to_every_position_and_in_a_later_process(kind):
     last = len(positions) - 1
     # With a worker a rewind starts a process: then only the ends and the middle of an epoch.
     for place in range(last, -1, -1) if "worker" not in kind.name else (last, 6, 4, 0):
-        assert cursor.seek(positions[place]) is None
+        assert not cursor.seek(positions[place])
         set_random_states(states[place])
         assert take(cursor) == handed[place:]
     places = (0, 2, len(handed) // 2, len(handed) - 1)
     for place in places if "worker" not in kind.name else places[2:3]:
         resumed = Cursor(kind.make(), epochs=kind.epochs)
-        assert resumed.seek(pickle.loads(pickle.dumps(positions[place]))) is None
+        assert not resumed.seek(pickle.loads(pickle.dumps(positions[place])))
         set_random_states(states[place])
         rest = handed[place:]
         assert take(resumed) == rest
@@ -66,7 +66,7 @@ def test_a_rewind_to_a_position_between_two_epochs_repeats_the_second(kind):
     cursor.read_epochs(1, 1)
     second = take(cursor)
     assert [which.epoch for which, _ in second] == [1] * 4
-    assert cursor.seek(between) is None
+    assert not cursor.seek(between)
     assert take(cursor) == second
 
 
@@ -77,7 +77,7 @@ def test_a_generator_that_the_program_draws_from_too_continues_at_its_last_draw(
     rng.random()
     position = cursor.position()
     resumed = Cursor(plain(sampler=OwnOrder(later)), epochs=2)
-    assert resumed.seek(position) is None
+    assert not resumed.seek(position)
     assert later.random() == rng.random()
     assert take(resumed) == take(cursor)
 
@@ -123,7 +123,7 @@ def walk(kind: Kind, row: list[Any], steps: list[tuple[str, Any]]) -> None:
             marks.append((cursor.position(), model.at))
         elif step == "rewind":
             position, model.at = marks[value % len(marks)]
-            assert cursor.seek(position) is None
+            assert not cursor.seek(position)
         elif step == "leave out":
             cursor.skipped_batch_ids |= {BatchId(*pair) for pair in value}
             model.skipped_batch_ids |= {BatchId(*pair) for pair in value}
@@ -191,10 +191,10 @@ def test_a_rewind_into_an_earlier_epoch_sets_its_number(by_cursor, types):
 
     # A rewind into each of them returns the same batches, also in a new process.
     for place in (11, 6, 2):
-        assert cursor.seek(positions[place]) is None
+        assert not cursor.seek(positions[place])
         assert take(cursor, 12 - place) == handed[place:]
     resumed = Cursor(distributed(*types), epochs=3)
-    assert resumed.seek(positions[6]) is None
+    assert not resumed.seek(positions[6])
     assert take(resumed) == handed[6:]
 
 
@@ -265,7 +265,7 @@ def test_another_number_of_ranks_reads_the_same_global_batches(kind, before, now
     assert len(expected) == 24 - read
     others = [Cursor(each, epochs=2) for each in loaders(kind, *now)]
     for cursor in others:
-        assert cursor.seek(position) is None
+        assert not cursor.seek(position)
     assert global_batches(others) == expected
 
 

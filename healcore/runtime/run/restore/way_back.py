@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from healcore.core.decision import Cause
 from healcore.core.step_record import SKIPS
 from healcore.runtime.data.positions import check_positions, positions_of_other_ranks
-from healcore.runtime.data.readers import RewindObstacle
 from healcore.runtime.data.sources import OTHER_LOADER
 from healcore.runtime.driver import Engines, Rates
 from healcore.runtime.faults.classification import classify
@@ -429,8 +428,8 @@ class WayBack:
             checkpoint=saved.step,
             repeated=max(undone, 0),
             lost=lost,
-            why_lost=obstacle.reason if obstacle is not None and lost else "",
-            rewind_obstacle="" if obstacle is None else str(obstacle),
+            why_lost=obstacle.partition(": ")[0] if lost else "",
+            rewind_obstacle=obstacle,
             engine=lowest,
             lr=rates.get(lowest),
             lr_at_fault=at_fault.get(lowest),
@@ -471,12 +470,12 @@ class WayBack:
         same = len(saved.record.ledger.rollbacks) == len(self.run.ledger.rollbacks)
         return rates_of(saved.engines if saved.engines and same else live)
 
-    def _lost_steps(self, target: int, obstacle: RewindObstacle | None) -> int:
+    def _lost_steps(self, target: int, obstacle: str) -> int:
         """Steps since `target` that the loop does not repeat, where the data was not rewound.
 
         A loop that counts steps takes as many steps as without the rollback, with later data.
         """
-        if obstacle is None or self.run.recovery.counts_steps or self.run.recovery.ends_by_steps:
+        if not obstacle or self.run.recovery.counts_steps or self.run.recovery.ends_by_steps:
             return 0
         newest_loader = obstacle == OTHER_LOADER
         end = self.run.journal.loader_start if newest_loader else self.run.progress.step
