@@ -249,7 +249,7 @@ def test_a_loader_that_cannot_be_rewound_goes_on_forward_and_that_is_logged(
     assert "; 10 of 40 steps were not repeated; " in lines.splitlines()[-1]
     (end,) = events(tmp_path, "end")
     (written,) = postmortems(tmp_path)
-    assert end["steps_lost"] == written["steps_lost"] == written["rollbacks"][0]["lost"] == 10
+    assert end["steps_lost"] == written["steps_lost"] == written["rollbacks"][0]["steps_lost"] == 10
 
 
 def test_a_generator_is_named_and_the_lost_steps_are_counted_over_a_restart(tmp_path, capsys):
@@ -264,7 +264,7 @@ def test_a_generator_is_named_and_the_lost_steps_are_counted_over_a_restart(tmp_
     last = capsys.readouterr().err.splitlines()[-1]
     assert f"{sum(lost)} of 40 steps were not repeated" in last
     written = postmortems(tmp_path)[-1]
-    assert [each["lost"] for each in written["rollbacks"]] == lost
+    assert [each["steps_lost"] for each in written["rollbacks"]] == lost
     assert written["steps_lost"] == sum(lost)
 
 
@@ -283,7 +283,7 @@ def test_a_rollback_says_how_many_steps_are_repeated(tmp_path, capsys):
     assert "not repeated" not in lines
     (written,) = postmortems(tmp_path)
     (done,) = written["rollbacks"]
-    assert (written["steps_lost"], done["repeated"], done["lost"]) == (0, 9, 0)
+    assert (written["steps_lost"], done["steps_repeated"]) == (0, 9)
     report = healers[0].report()
     assert (report.steps_lost, report.rollbacks[0].repeated) == (0, 9)
 
