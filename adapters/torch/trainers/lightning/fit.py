@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 from healcore.runtime.data import EmptyLoader
 from healcore.runtime.data.readers import (
     Reader,
-    RewindObstacle,
     UnreadableBatch,
     catch_unreadable,
 )
@@ -398,7 +397,7 @@ class CombinedBatches(Reader):
         why = "the fit has several train dataloaders, and only one can be rewound"
         if length is None:
             why = "the train dataloader has no length, so one batch is always read ahead"
-        super().__init__(self, obstacle=RewindObstacle(why))
+        super().__init__(self, obstacle=why)
         self.exhausted = False
 
     def __iter__(self) -> Iterator[Any]:
