@@ -1,11 +1,10 @@
 """Converts nested Python values to JSON, with their arrays in the text or kept elsewhere.
 
-In the JSON an object is a node with one tag. All other values are stored unchanged:
-`null true 3 1.5 "text"`, `{"list": […]}`, `{"tuple": […]}`, `{"dict": [[key, value], …]}`,
-`{"float": "nan"}`, `{"bytes": base64}`, `{"complex": [re, im]}`, `{"array": {"name": …, …}}`,
-`{"deque": [[…], 5]}`, `{"set": […]}`.
-A `Counter` and an `OrderedDict` are like a "dict", with their own tag.
-Keys are nodes too, so that 0, "0" and (0, 1) stay apart: optimizers number their parameters.
+In the JSON an object is a node with one tag, the name of a type, and a list of what the type is
+made from. All other values are stored unchanged: `null true 3 1.5 "text"`, `{"list": [1, 2]}`,
+`{"dict": [[key, value], …]}`, `{"float": ["nan"]}`, `{"deque": [{"list": […]}, 5]}`,
+`{"array": {"name": …, …}}`. Keys are nodes too, so that 0, "0" and (0, 1) stay apart: optimizers
+number their parameters.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import inspect
 import json
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -34,19 +33,31 @@ Fetch = Callable[[str, Any], Any]
 
 _PLAIN_TYPES = {type(None), bool, int, str}
 """Types that JSON stores unchanged."""
-_KEY_TYPES = (str, int, float, bool, tuple, bytes, type(None))
-_SEQUENCES = {kind.__name__: kind for kind in (list, tuple, set, frozenset)}
-_DICTS = {"dict": dict, "OrderedDict": OrderedDict, "Counter": lambda items: Counter(dict(items))}
-_LEAVES: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "float": (float, repr, float),  # NaN and Inf
+_MAPPINGS: dict[str, Callable[[Any], Any]] = {
+    "dict": dict,
+    "OrderedDict": OrderedDict,
+    "Counter": lambda items: Counter(dict(items)),
+}
+"""Name of a type -> what makes a value from its items."""
+_KINDS: dict[str, tuple[type, Callable[[Any], list[Any]], Callable[[list[Any]], Any]]] = {
+    "list": (list, list, list),
+    "tuple": (tuple, list, tuple),
+    "set": (set, list, set),
+    "frozenset": (frozenset, list, frozenset),
+    "deque": (deque, lambda x: [[*x], x.maxlen], lambda parts: deque(*parts)),
+    "float": (float, lambda x: [repr(x)], lambda parts: float(*parts)),  # NaN and Inf
     "complex": (
         complex,
         lambda x: [repr(x.real), repr(x.imag)],
-        lambda x: complex(*map(float, x)),
+        lambda parts: complex(*map(float, parts)),
     ),
-    "bytes": (bytes, lambda x: base64.b64encode(x).decode(), base64.b64decode),
+    "bytes": (
+        bytes,
+        lambda x: [base64.b64encode(x).decode()],
+        lambda parts: base64.b64decode(*parts),
+    ),
 }
-"""Tag, the name of a type -> the type, encoder and decoder of the content of its node."""
+"""Name of a type -> the type, the values that it is made from, and what makes it from them."""
 _FRAMEWORK_OF_PACKAGE = {"torch": "torch", "jax": "jax", "jaxlib": "jax"}
 """Package of a class -> framework whose adapter converts its values (`node_of`, `value_of`)."""
 
@@ -87,14 +98,17 @@ def encode(value: Any, path: Path, special: Special) -> Node:
     if kind in _PLAIN_TYPES or (kind is float and math.isfinite(value)):
         return value
     tag = kind.__name__
-    if tag in _LEAVES and _LEAVES[tag][0] is kind:
-        return {tag: _LEAVES[tag][1](value)}
     if kind in (dict, OrderedDict, Counter):
-        return {tag: [_encode_item(item, path, special) for item in value.items()]}
-    if _SEQUENCES.get(tag) is kind:
-        return {tag: _encode_parts(value, path, special)}
-    if kind is deque:
-        return {"deque": [_encode_parts(value, path, special), value.maxlen]}
+        items = [(key, part, (*path, key)) for key, part in value.items()]
+        # Keys hold no arrays.
+        return {
+            tag: [[encode(k, at, lambda *_: None), encode(x, at, special)] for k, x, at in items]
+        }
+    if tag in _KINDS and _KINDS[tag][0] is kind:
+        parts = _KINDS[tag][1](value)
+        if not set(map(type, parts)) <= _PLAIN_TYPES:
+            parts = [encode(part, (*path, i), special) for i, part in enumerate(parts)]
+        return {tag: parts}
     node = special(path, value)
     if node is None:
         raise UnsavableState(
@@ -103,26 +117,6 @@ def encode(value: Any, path: Path, special: Special) -> Node:
             f"state, or give the object a state_dict() that returns such values"
         )
     return node
-
-
-def _encode_parts(value: Iterable[Any], path: Path, special: Special) -> list[Node]:
-    """The nodes of the items of a container."""
-    parts = list(value)
-    if set(map(type, parts)) <= _PLAIN_TYPES:
-        return parts
-    return [encode(part, (*path, i), special) for i, part in enumerate(parts)]
-
-
-def _encode_item(item: tuple[Any, Any], path: Path, special: Special) -> list[Node]:
-    """The nodes of a key and its value."""
-    key, part = item
-    if not isinstance(key, _KEY_TYPES):
-        raise UnsavableState(
-            f"{path_text(path)} has the key {key!r}, a {type(key).__name__}: "
-            "keys are strings, numbers or tuples of them"
-        )
-    # Keys hold no arrays.
-    return [encode(key, path, lambda *_: None), encode(part, (*path, key), special)]
 
 
 def decode(node: Node, fetch: Fetch) -> Any:
@@ -135,21 +129,13 @@ def decode(node: Node, fetch: Fetch) -> Any:
     if not isinstance(node, dict):
         return node
     ((tag, content),) = node.items()
-    if tag in _DICTS:
-        return _DICTS[tag]([(decode(key, fetch), decode(part, fetch)) for key, part in content])
-    if tag in _SEQUENCES:
-        return _SEQUENCES[tag](_decode_parts(content, fetch))
-    if tag == "deque":
-        parts, maxlen = content
-        return deque(_decode_parts(parts, fetch), maxlen)
-    return _LEAVES[tag][2](content) if tag in _LEAVES else fetch(tag, content)
-
-
-def _decode_parts(parts: list[Node], fetch: Fetch) -> list[Any]:
-    """The values of the items of a container."""
-    if dict not in set(map(type, parts)):
-        return parts
-    return [decode(part, fetch) for part in parts]
+    if tag in _MAPPINGS:
+        return _MAPPINGS[tag]([(decode(key, fetch), decode(part, fetch)) for key, part in content])
+    if tag not in _KINDS:
+        return fetch(tag, content)
+    if dict in set(map(type, content)):
+        content = [decode(part, fetch) for part in content]
+    return _KINDS[tag][2](content)
 
 
 def arrays_of(node: Any) -> Iterator[dict[str, Any]]:
