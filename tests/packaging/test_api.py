@@ -41,7 +41,7 @@ SURFACE = {
 }
 """Public names of a module. A deliberate change is listed in CHANGELOG.md too."""
 INTERNAL = {
-    "ChecksumError", "NotRecordable", "UnsplittableBatch", "RolledBack", "WeightsChanged",
+    "NotRecordable", "UnsplittableBatch", "RolledBack", "WeightsChanged",
     "NotComparable",
 }  # fmt: skip
 """Errors that are raised and caught within healcore; nobody outside ever sees one."""

@@ -67,9 +67,10 @@ _this_thread = threading.local()
 class JaxFormat(ArrayFormat):
     """Copies JAX states for a store, and writes and reads their arrays with Orbax's handler.
 
-    The parts of a leaf are this process's distinct shards, by (start, stop) per axis. Shards on a
-    CPU are copied before `copy` returns, because the next step may reuse donated memory. JAX copies
-    shards on a GPU to pinned host memory asynchronously, and handles donation.
+    A leaf has one part, the whole array, if this process has all of it. Otherwise its parts are the
+    shards of this process, by (start, stop) per axis. Parts on a CPU are copied before `copy_parts`
+    returns, because the next step may reuse donated memory. JAX copies parts on a GPU to pinned
+    host memory asynchronously, and handles donation.
     """
 
     small_dtypes = ArrayFormat.small_dtypes | {"uint16", "uint32", "uint64"}  # of random keys
@@ -102,15 +103,15 @@ class JaxFormat(ArrayFormat):
         flat.entries[name] = {"leaves": leaves}
 
     def is_on_host(self, part: Any) -> bool:
-        """Whether a shard is in host memory, where the next step may reuse its memory."""
+        """Whether a part is in host memory, where the next step may reuse its memory."""
         is_array = isinstance(part, jax.Array) and part.size > 0
         return not is_array or next(iter(part.devices())).platform == "cpu"
 
     def copy_parts(self, parts: Sequence[Any]) -> tuple[Sequence[Any], Callable[[], object]]:
-        """Copies shards. JAX copies those of an accelerator to pinned memory, and handles donation.
+        """Copies parts. JAX copies those of an accelerator to pinned memory, and handles donation.
 
         Args:
-            parts: the shards.
+            parts: arrays, or shards of arrays.
 
         Returns:
             The copies in the order of `parts`, and a function that waits until they are complete.
@@ -128,8 +129,8 @@ class JaxFormat(ArrayFormat):
         return copies, functools.partial(jax.block_until_ready, copies)
 
     def whole(self, leaf: Leaf) -> np.ndarray:
-        """The array: one process has all shards."""
-        return _assembled(leaf)
+        """The array, in host memory."""
+        return _whole(leaf)
 
     def part_of_bytes(self, data: np.ndarray, node: Mapping[str, Any]) -> np.ndarray:
         """The array of its bytes."""
@@ -227,8 +228,7 @@ class JaxFormat(ArrayFormat):
         own = {}
         for leaf in flat.leaves.values():
             if self._ranks.world > 1 and not _spans(leaf):
-                parts = leaf.parts.items()
-                own[leaf.name] = {at: xxhash.xxh3_128_hexdigest(raw(x).data) for at, x in parts}
+                own[leaf.name] = xxhash.xxh3_128_hexdigest(raw(leaf.parts[""]).data)
         gathered = self._ranks.gather(own)
         for name in sorted(set().union(*gathered)):
             if any(digests.get(name) != gathered[0].get(name) for digests in gathered):
@@ -315,13 +315,18 @@ def _encode_array(flat: FlatState, path: values.Path, value: Any) -> values.Node
             kind, extra = "key", {"impl": str(jax.random.key_impl(value))}
             value = jax.random.key_data(value)
         layout, shape = value.sharding, value.shape
-        parts = {_index_of(piece.index, shape): piece.data for piece in value.addressable_shards}
+        parts: dict[Any, Any] = {"": value}
+        if value.is_fully_replicated:
+            parts = {"": value.addressable_data(0)}
+        elif not value.is_fully_addressable:
+            pieces = value.addressable_shards
+            parts = {_index_of(piece.index, shape): piece.data for piece in pieces}
     elif type(value) in (np.ndarray, np.memmap) or isinstance(value, np.generic):
         if value.dtype.hasobject or value.dtype.names is not None or value.dtype.kind in "SUMm":
             return None
         kind, layout = "scalar" if isinstance(value, np.generic) else "numpy", None
         value = np.asarray(value, value.dtype.newbyteorder("="))
-        parts: dict[Any, Any] = {"": value}
+        parts = {"": value}
     else:
         return None
     node = flat.add(path, kind, value.dtype.name, value.shape, parts, layout)
@@ -348,33 +353,26 @@ def _array(leaf: Leaf, sharding: jax.sharding.Sharding | None) -> Any:
         ValueError: other processes hold a part that this process needs.
     """
     if sharding is None or sharding.is_fully_addressable:
-        return _assembled(leaf)
+        return _whole(leaf)
     shape = leaf.shape
 
     def shard(slices: Any) -> np.ndarray:
         saved = leaf.parts.get(_index_of(slices, shape))
         if saved is None:  # the live sharding differs from the saved one
-            return _assembled(leaf)[slices]
+            return _whole(leaf)[slices]
         return np.asarray(saved)
 
     return jax.make_array_from_callback(shape, sharding, shard, dtype=np.dtype(leaf.dtype))
 
 
-def _assembled(leaf: Leaf) -> np.ndarray:
+def _whole(leaf: Leaf) -> np.ndarray:
     """The whole array. Raises ValueError if other processes hold some of its shards."""
-    shape, shards = leaf.shape, leaf.parts
-    first = next(iter(shards.values()))
-    if first.shape == shape:
-        return np.asarray(first)
-    if sum(shard.size for shard in shards.values()) != math.prod(shape):
+    if "" not in leaf.parts:
         raise ValueError(
             f"{leaf.name} spans several processes, and its live sharding differs: "
             "restore the array into the sharding in which it was saved"
         )
-    result = np.empty(shape, first.dtype)
-    for index, shard in shards.items():
-        result[tuple(slice(*bounds) for bounds in index)] = shard
-    return result
+    return np.asarray(leaf.parts[""])
 
 
 def _index_of(slices: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:

@@ -299,18 +299,16 @@ class ArrayFormat(ABC):
             flat: the state in host memory.
             folder: a directory that does not exist yet. All ranks write below it.
         """
-        small: dict[str, Any] = {}
-        is_small = self.world == 1 and flat.nbytes <= self.small_bytes
-        for leaf in flat.leaves.values() if is_small else ():
-            # The key of the metadata is no name of an array, and JSON holds no half of a surrogate
-            # pair.
-            is_named = leaf.name.isascii() and leaf.name != "__metadata__"
-            whole = self.whole(leaf) if is_named and leaf.dtype in self.small_dtypes else None
-            if whole is not None:
-                small[leaf.name] = whole
-        if is_small and len(small) == len(flat.leaves):
+        arrays: dict[str, Any] = {}
+        if self.world == 1 and flat.nbytes <= self.small_bytes:
+            for name, leaf in flat.leaves.items():
+                whole = self.whole(leaf) if leaf.dtype in self.small_dtypes else None
+                # The key of the metadata is no name of an array.
+                if whole is not None and name != "__metadata__":
+                    arrays[name] = whole
+        if self.world == 1 and len(arrays) == len(flat.leaves):
             folder.mkdir()
-            self.write_small(small, folder / SMALL_FILE)
+            self.write_small(arrays, folder / SMALL_FILE)
         else:
             self.write_large(flat, folder)
 

@@ -83,26 +83,13 @@ class CheckpointDamaged(StoreError):
 CheckpointDamaged.__module__ = "healcore.errors"
 
 
-@dataclass(eq=False, repr=False)
 class CheckpointNotFound(StoreError):
     """The store has no complete checkpoint of the requested step.
 
     A directory that has the name of a checkpoint but is not complete raises `CheckpointDamaged`.
     """
 
-    step: int
-    """The requested step."""
-    existing: Sequence[int]
-    """Steps of the checkpoints that the store has, ascending."""
-    location: str
-    """Directory of the store, or "memory"."""
-
-    def _message(self) -> str:
-        newest = first_of([*map(str, reversed(self.existing))]) or "none"
-        return f"{self.location} has no checkpoint of step {self.step}; it has: {newest}"
-
-
-CheckpointNotFound.__module__ = "healcore.errors"
+    __module__ = "healcore.errors"
 
 
 @dataclass(eq=False, repr=False)

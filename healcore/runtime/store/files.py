@@ -36,8 +36,6 @@ _THREADS = 4
 """More threads make neither disk nor memory faster."""
 _MIN_BYTES_FOR_THREADS = 8 << 20
 """Least number of bytes that are worth several threads."""
-_MAX_SEALED_BYTES = 1 << 26
-"""Largest size of a sealed file: enough for a manifest of half a million files."""
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -67,12 +65,7 @@ def replace(path: Path, data: bytes) -> None:
 
 
 def rename(old: Path, new: Path) -> None:
-    """Renames a directory within its parent, and waits until the new name is on disk.
-
-    Args:
-        old: the directory, whose content is on disk already.
-        new: its new path, which must not exist.
-    """
+    """Renames a directory within its parent, and waits until the new name is on disk."""
     old.rename(new)
     sync_directory(new.parent)
 
@@ -182,10 +175,6 @@ def sync_and_digest(folder: Path) -> dict[str, Digest]:
     return dict(zip(names, digests, strict=True))
 
 
-class ChecksumError(ValueError):
-    """The bytes are not the output of `seal`."""
-
-
 def seal(body: bytes) -> bytes:
     """Adds the digest of a JSON object, as the first value in it.
 
@@ -196,22 +185,12 @@ def seal(body: bytes) -> bytes:
 
 
 def unseal(data: bytes) -> bytes:
-    """What `seal` has received. ChecksumError if a bit has changed, or others wrote the bytes."""
+    """What `seal` has received. ValueError if a bit has changed, or others wrote the bytes."""
     head = len(_head(b""))
     body = b"{" + data[head:]
     if data[:head] != _head(body):
-        raise ChecksumError(DIFFERS)
+        raise ValueError(DIFFERS)
     return body
-
-
-def read_sealed(path: Path) -> bytes:
-    """What `seal` has received, from a file.
-
-    Raises:
-        OSError: the file cannot be read, or is too large.
-        ChecksumError: the file has changed.
-    """
-    return unseal(regular_file.read(path, _MAX_SEALED_BYTES))
 
 
 def _head(body: bytes) -> bytes:

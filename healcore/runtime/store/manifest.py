@@ -33,6 +33,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, Field, ValidationError
 from safetensors import SafetensorError
 
+from healcore import regular_file
 from healcore.runtime.store import files
 from healcore.runtime.store.checkpoints import (
     AttemptHistory,
@@ -46,6 +47,8 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 DATA = "data"
 """Directory of the arrays."""
+_MAX_BYTES = 1 << 26
+"""Largest size of a manifest that is read: enough for half a million files."""
 _STEP = re.compile(r"step-(\d{10,})\.[0-9a-f]{1,18}")
 """Other versions of healcore had a random suffix."""
 CRAFTED = (
@@ -61,7 +64,7 @@ class Manifest(BaseModel, frozen=True, ser_json_inf_nan="constants"):
     Digests are no signature: anybody may have written the file.
     """
 
-    version: Literal[6] = Field(default=6, alias="schema")
+    version: Literal[7] = Field(default=7, alias="schema")
     """Version of this class. A manifest of another version is not read."""
     step: Annotated[int, Field(ge=0, lt=1 << 63)]
     """Number of optimizer steps that the state has had."""
@@ -277,11 +280,10 @@ def find_damage(saved: Saved, rank: int = 0, world: int = 1) -> list[CheckpointD
 def _open(folder: Path) -> Saved:
     """Opens a complete checkpoint; CheckpointDamaged if its manifest is damaged."""
     try:
-        manifest = Manifest.model_validate_json(files.read_sealed(folder / MANIFEST), strict=True)
+        body = files.unseal(regular_file.read(folder / MANIFEST, _MAX_BYTES))
+        manifest = Manifest.model_validate_json(body, strict=True)
     except OSError as error:
         raise damaged(folder, f"cannot be read ({error.strerror})") from None
-    except files.ChecksumError as error:
-        raise damaged(folder, str(error)) from None
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
@@ -289,6 +291,8 @@ def _open(folder: Path) -> Saved:
         if where == "schema":
             why = "is of another version of healcore: resume with that version"
         raise damaged(folder, why) from None
+    except ValueError as error:
+        raise damaged(folder, str(error)) from None
     if folder.name != directory_name(manifest.step, manifest.attempt):
         raise damaged(folder, f"is of step {manifest.step}, attempt {manifest.attempt}")
     return Saved(manifest, folder)

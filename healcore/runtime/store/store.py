@@ -15,10 +15,11 @@ from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from threading import Event, Thread
+from threading import Thread
 from typing import Any, TypeVar
 
 from healcore import console, regular_file
+from healcore.console import first_of
 from healcore.runtime.store import files, manifest
 from healcore.runtime.store.array_format import ArrayFormat, FlatState, Target, nonfinite
 from healcore.runtime.store.checkpoints import (
@@ -102,15 +103,8 @@ class CheckpointStore(Writer):
         """Saves a checkpoint that the policy orders, if a trainer saves in place of the run."""
         self._saving: Thread | None = None
         """Ends when the last copy is written, or has failed."""
-        self._inspected = Event()
-        """Set when the last copy is inspected and in memory, or has failed."""
-        self._inspected.set()
         self._nonfinite: list[tuple[int, tuple[str, ...]]] = []
         """Step and array names of each save with disallowed NaN or Inf, for `take_nonfinite`."""
-        self._failed: list[Path] = []
-        """Folders of failed saves. A thread of the framework may still write there."""
-        self._reported: set[str] = set()
-        """Texts of problems that were reported."""
         if isinstance(root, str | os.PathLike):
             root = (root,)
         # The program may change its working directory.
@@ -148,12 +142,10 @@ class CheckpointStore(Writer):
             training     save: copy ── returns ── further steps ──────────────────────────────
                                 │
             background          └── inspect ── add to memory ── write ── rename (the commit)
-                                                      │                     │
-            what has to wait               `take_nonfinite`, lists      the next save, `wait`
 
         Changing the state afterwards, in place or by donation, does not change the save. The call
-        waits while the previous save is still being written. A save of a later attempt replaces
-        the older save of its step once the new save is complete.
+        waits until the previous save is written: at most one copy is pending. A save of a later
+        attempt replaces the older save of its step once the new save is complete.
 
         Args:
             step: number of the optimizer step, >= 0.
@@ -169,35 +161,32 @@ class CheckpointStore(Writer):
             SaveFailed: the state could not be copied. `wait` raises later failures.
         """
         if self._saving is not None:
-            self._saving.join()  # at most one copy is pending; several deletions may be
-        if not hasattr(step, "__index__") or int(step) < 0:
-            raise StoreError(f"step is a whole number >= 0, not {step!r}: pass the optimizer step")
+            self._saving.join()  # deletions may still be pending
         attempt = max(1, len(AttemptHistory.of(record).starts))
-        known = {"step": int(step), "attempt": attempt, "created": time.time()}
+        known = {"step": step, "attempt": attempt, "created": time.time()}
         try:
             known["record"] = _copied(record)
             flat = self.format.copied(state)
         except Exception as error:
             failure = error
             if not isinstance(error, StoreError):
-                failure = SaveFailed(int(step), "while copying the state", error)
+                failure = SaveFailed(step, "while copying the state", error)
 
             def fail() -> None:
                 raise failure
 
             if self.ranks.world > 1:  # the other ranks would wait for this rank
-                self.submit(int(step), partial(run_on_each, self.ranks, fail))
+                self.submit(step, partial(run_on_each, self.ranks, fail))
             raise failure from None
-        self._inspected = Event()
         copy = Saved(Manifest(nbytes=flat.nbytes, **known), None, flat)
-        self._saving = self.submit(int(step), partial(self._save, copy, flat, self._inspected))
+        self._saving = self.submit(step, partial(self._save, copy, flat))
 
     def take_nonfinite(self) -> list[tuple[int, tuple[str, ...]]]:
         """The saves with disallowed NaN or Inf since the last call, as step and array names.
 
-        Waits until the last save is inspected, and not for the disk.
+        Waits until the last save is complete.
         """
-        self._wait_for_inspection()
+        self.join()
         found, self._nonfinite = self._nonfinite, []
         return found
 
@@ -221,28 +210,25 @@ class CheckpointStore(Writer):
         """The names that a function returns on any rank, sorted. Every rank calls it."""
         return tuple(sorted(set().union(*self.ranks.gather(run_on_each(self.ranks, names)))))
 
-    def _save(self, copy: Saved, flat: FlatState, inspected: Event) -> None:
+    def _save(self, copy: Saved, flat: FlatState) -> None:
         """Inspects a copy, keeps it in memory, and writes it to each directory. On every rank.
 
         Raises SaveFailed if no directory has it. A directory that fails alone is reported.
         """
         step = copy.manifest.step
-        try:
-            names = self._union(lambda: nonfinite(flat))
-            copy = copy.changed(nonfinite=names)
-            wrong = disallowed(names, self.nonfinite_ok)
-            if wrong:
-                self._nonfinite.append((step, wrong))
-            if not all(self.ranks.gather(self._has_room(flat))):
-                each = f"{flat.nbytes / 1e9:.3g} GB each, {self.ranks.world} ranks"
-                line = f"the copies ({each}) do not fit into half of the free host memory"
-                if not self.durable:
-                    raise StoreError(f"{line}: pass a directory as the store")
-                console.warning(f"{line}: checkpoints go to disk only")
-                self.keep = None
-            self._keep_in_memory({**self.copies, step: copy})
-        finally:
-            inspected.set()
+        names = self._union(lambda: nonfinite(flat))
+        copy = copy.changed(nonfinite=names)
+        wrong = disallowed(names, self.nonfinite_ok)
+        if wrong:
+            self._nonfinite.append((step, wrong))
+        if not all(self.ranks.gather(self._has_room(flat))):
+            each = f"{flat.nbytes / 1e9:.3g} GB each, {self.ranks.world} ranks"
+            line = f"the copies ({each}) do not fit into half of the free host memory"
+            if not self.durable:
+                raise StoreError(f"{line}: pass a directory as the store")
+            console.warning(f"{line}: checkpoints go to disk only")
+            self.keep = None
+        self._keep_in_memory({**self.copies, step: copy})
         failures: list[SaveFailed] = []
         elsewhere = ""
         for root in self.roots:
@@ -276,8 +262,6 @@ class CheckpointStore(Writer):
         """Writes a checkpoint atomically. Every rank calls it; if one fails, all raise."""
 
         def begin() -> Path:
-            while self._failed:
-                files.discard(self._failed.pop())
             folder = files.new_temporary(root)
             folder.mkdir()
             return folder
@@ -295,7 +279,6 @@ class CheckpointStore(Writer):
         except Exception:
             if self.ranks.rank == 0:
                 files.discard(folder)
-                self._failed.append(folder)
             raise
 
     # -- listing ----------------------------------------------------------------------------------
@@ -341,7 +324,6 @@ class CheckpointStore(Writer):
 
     def _saves(self) -> dict[int, list[Saved]]:
         """The saves that count in memory and in the directories."""
-        self._wait_for_inspection()
         found, _ = manifest.scan(*self._readable())
         return manifest.counting([*self.copies.values(), *chain.from_iterable(found.values())])
 
@@ -354,11 +336,6 @@ class CheckpointStore(Writer):
                 raise
             self.report(StoreError(f"{error}; the copies in memory are used"))
             return ()
-
-    def _wait_for_inspection(self) -> None:
-        """Waits until the last copy is inspected. A job of the background itself does not wait."""
-        if not self.in_background():
-            self._inspected.wait()
 
     # -- reading and changing ---------------------------------------------------------------------
 
@@ -482,7 +459,9 @@ class CheckpointStore(Writer):
             for error in self.damaged():
                 if error.step == step:
                     raise error
-            raise CheckpointNotFound(step, [*saves], self.place or MEMORY)
+            newest = first_of([*map(str, reversed(saves))]) or "none"
+            place = self.place or MEMORY
+            raise CheckpointNotFound(f"{place} has no checkpoint of step {step}; it has: {newest}")
 
         return run_on_first(self.ranks, find)
 
@@ -511,7 +490,7 @@ class CheckpointStore(Writer):
     def _in_each(
         self, failure: str, roots: Iterable[Path], action: Callable[[Path], object]
     ) -> list[Path]:
-        """The directories for which an action succeeds. Reports the failure of some once.
+        """The directories for which an action succeeds. Reports the failure of some.
 
         Raises StoreError if all fail.
         """
@@ -530,11 +509,10 @@ class CheckpointStore(Writer):
         return done
 
     def report(self, problem: Exception) -> None:
-        """Adds a problem to `take_failures`, unless it was reported before."""
-        text = str(problem)
-        if text not in self._reported:
-            self._reported.add(text)
-            self._failures.append(problem if isinstance(problem, StoreError) else StoreError(text))
+        """Adds a problem to `take_failures`."""
+        if not isinstance(problem, StoreError):
+            problem = StoreError(str(problem))
+        self._failures.append(problem)
 
 
 def _copied(record: Record | None) -> dict[str, Any] | None:

@@ -75,11 +75,9 @@ class Saver:
         self.damage: dict[tuple[str, bool], CheckpointDamaged] = {}
         """Path of each damaged checkpoint that this process has found, and whether another copy was
         intact then -> the error."""
-        self.nonfinite: list[tuple[int, tuple[str, ...]]] = []
-        """Step and array names of each checkpoint of this process with disallowed NaN or Inf."""
         self._steps: set[int] = set()
         """Steps of the checkpoints that are not abandoned."""
-        self._bad: dict[int, tuple[str, ...]] = {}
+        self.nonfinite: dict[int, tuple[str, ...]] = {}
         """Those of this attempt with disallowed NaN or Inf, as far as known -> array names."""
 
     def items(self) -> dict[str, Any]:
@@ -138,7 +136,10 @@ class Saver:
         self.run.loop.note_steps()
         with self.run.schedule.saving(why):
             step = self.run.progress.step
-            if why.adds_anchor and self.run.store.trainer_save is None:
+            if (
+                why in (SaveReason.FIRST, SaveReason.REGULAR)
+                and self.run.store.trainer_save is None
+            ):
                 # Before the save: a restart from it has to know what is learnt here.
                 self.add_anchor()
             self.save_state_as(step, why)
@@ -418,7 +419,7 @@ class Saver:
         A checkpoint is among them while it is saved and inspected, because most saves turn out to
         be finite. It leaves the set when NaN or Inf, or damage, is found in it.
         """
-        return self._steps - self._bad.keys()
+        return self._steps - self.nonfinite.keys()
 
     @property
     def last_good_step(self) -> int | None:
@@ -465,7 +466,7 @@ class Saver:
         record.attempts.append(step)
         record.known_good_up_to = min(record.known_good_up_to, step)
         self._steps = {at for at in self.restorable if at <= step}
-        self._bad = {}
+        self.nonfinite = {}
 
     def end_due_probation(self) -> None:
         """Makes checkpoints known-good if their probation is over. Called once per step.
@@ -494,7 +495,7 @@ class Saver:
                 break
             self.run.record.known_good_up_to = step
             self.read_nonfinite()
-            if step not in self._bad:
+            if step not in self.nonfinite:
                 self.run.log.event("good", step=step)
 
     def read_nonfinite(self) -> dict[int, tuple[str, ...]]:
@@ -503,9 +504,8 @@ class Saver:
         Waits until the saves are inspected, and not for the disk. Reports each once.
         """
         for step, names in self.run.store.take_nonfinite():
-            if step in self._bad:
+            if step in self.nonfinite:
                 continue
-            self._bad[step] = names
             problem = f"checkpoint {step} is not finite in {first_of(names)}"
             self.run.log.event("problem", step=step, problem=problem)
             if not self.nonfinite:
@@ -513,8 +513,8 @@ class Saver:
                     f"{problem}: it can never be known-good. If NaN or Inf is expected in these "
                     "arrays, name them in nonfinite_ok"
                 )
-            self.nonfinite.append((step, names))
-        return self._bad
+            self.nonfinite[step] = names
+        return self.nonfinite
 
     def report_damage(self, error: CheckpointDamaged) -> None:
         """Reports a damaged checkpoint, with an event of the kind `damaged`.

@@ -47,11 +47,6 @@ class SaveReason(StrEnum):
     EMERGENCY = "emergency"
     """An exception ends the run."""
 
-    @property
-    def adds_anchor(self) -> bool:
-        """Whether later weights are compared with the weights of this checkpoint."""
-        return self in (SaveReason.FIRST, SaveReason.REGULAR)
-
 
 class SaveSchedule:
     """When a regular save is due: once per interval, unless alarms or slow saves delay the save.

@@ -204,7 +204,7 @@ class WayBack:
         if any(ends for ends, *_ in outcomes) or isinstance(failure, CheckpointDamaged):
             raise failure
         if any(lacks for _, lacks, _ in outcomes):
-            raise CheckpointNotFound(step, (), MEMORY)
+            raise CheckpointNotFound(f"a rank lacks the checkpoint of step {step}")
         why = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
         text = f"holds values that healcore does not write ({why})"
         raise CheckpointDamaged(step, self.run.store.place or MEMORY, "its content", text)
