@@ -38,7 +38,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 import xxhash
 from etils import epath
-from safetensors.numpy import save_file
 
 from healcore.jax.driver.program_state import MARK, program_state_of
 from healcore.jax.store.coordination import CoordinatedRanks
@@ -72,9 +71,6 @@ class JaxFormat(ArrayFormat):
     returns, because the next step may reuse donated memory. JAX copies parts on a GPU to pinned
     host memory asynchronously, and handles donation.
     """
-
-    small_dtypes = ArrayFormat.small_dtypes | {"uint16", "uint32", "uint64"}  # of random keys
-    write_small = staticmethod(save_file)
 
     def __init__(self, ranks: CoordinatedRanks | None = None) -> None:
         self._ranks = ranks or Alone()
@@ -127,10 +123,6 @@ class JaxFormat(ArrayFormat):
                 copies.append(jax.device_put(part, part.sharding.with_memory_kind(_PINNED)))
         copy_to_host(on_host)
         return copies, functools.partial(jax.block_until_ready, copies)
-
-    def whole(self, leaf: Leaf) -> np.ndarray:
-        """The array, in host memory."""
-        return _whole(leaf)
 
     def part_of_bytes(self, data: np.ndarray, node: Mapping[str, Any]) -> np.ndarray:
         """The array of its bytes."""

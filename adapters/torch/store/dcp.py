@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -102,8 +101,6 @@ class TorchFormat(ArrayFormat):
         ranks: the ranks that save together.
     """
 
-    write_small = staticmethod(save_file)
-
     def __init__(self, ranks: Ranks | None = None) -> None:
         self._ranks = ranks or Alone()
         group = getattr(ranks, "group", None)
@@ -174,10 +171,6 @@ class TorchFormat(ArrayFormat):
         devices = {part.device for part in parts if part.is_cuda}
         events = [torch.cuda.current_stream(device).record_event() for device in devices]
         return copies, lambda: [event.synchronize() for event in events]
-
-    def whole(self, leaf: Leaf) -> Tensor | None:
-        """A whole tensor, or None for a DTensor."""
-        return _tensor(leaf) if leaf.layout is None else None
 
     def part_of_bytes(self, data: np.ndarray, node: Mapping[str, Any]) -> np.ndarray:
         """The bytes of a tensor with its shape."""

@@ -22,6 +22,7 @@ Read, the arrays of this file are the leaves of a copy in memory, and are restor
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -48,6 +49,14 @@ _MAX_SMALL_FILE = 1 << 28
 _PIECE_BYTES = 1 << 19
 """Size of a piece in bytes. It stays in a core's cache, so a second read of it costs no memory
 bandwidth."""
+_SAFETENSORS = {
+    "int64": "I64", "uint64": "U64", "float64": "F64", "int32": "I32", "uint32": "U32",
+    "float32": "F32", "int16": "I16", "uint16": "U16", "float16": "F16", "bfloat16": "BF16",
+    "int8": "I8", "uint8": "U8", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}  # fmt: skip
+"""Format -> its name in a file of safetensors, in each version of the library. Large numbers come
+first, so that in this order each array is aligned."""
 _INFINITY = {
     "float16": (2, 0x7C00),
     "bfloat16": (2, 0x7F80),
@@ -167,13 +176,6 @@ class ArrayFormat(ABC):
     small_bytes: int = 16 << 20
     """Largest size of a state whose arrays one process saves as one file; -1 for never. Above it
     the fixed cost of DCP and Orbax is small compared with the copying."""
-    small_dtypes: frozenset[str] = frozenset({
-        "bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32",
-        "float64", "float8_e4m3fn", "float8_e5m2",
-    })  # fmt: skip
-    """Dtypes in such a file: those that each version of safetensors reads and writes."""
-    write_small: Callable[[dict[str, Any], Path], None]
-    """Writes whole arrays of the framework as a file of safetensors."""
     world: int = 1
     """Number of ranks that save together."""
 
@@ -200,10 +202,6 @@ class ArrayFormat(ABC):
         Returns:
             The copies in the order of `parts`, and a function that waits for them.
         """
-
-    @abstractmethod
-    def whole(self, leaf: Leaf) -> Any | None:
-        """The framework's array of a copy; None if it is only a part."""
 
     @abstractmethod
     def part_of_bytes(self, data: np.ndarray, node: Mapping[str, Any]) -> np.ndarray:
@@ -299,18 +297,14 @@ class ArrayFormat(ABC):
             flat: the state in host memory.
             folder: a directory that does not exist yet. All ranks write below it.
         """
-        arrays: dict[str, Any] = {}
+        small = None
         if self.world == 1 and flat.nbytes <= self.small_bytes:
-            for name, leaf in flat.leaves.items():
-                whole = self.whole(leaf) if leaf.dtype in self.small_dtypes else None
-                # The key of the metadata is no name of an array.
-                if whole is not None and name != "__metadata__":
-                    arrays[name] = whole
-        if self.world == 1 and len(arrays) == len(flat.leaves):
-            folder.mkdir()
-            self.write_small(arrays, folder / SMALL_FILE)
-        else:
+            small = _small_file(flat)
+        if small is None:
             self.write_large(flat, folder)
+        else:
+            folder.mkdir()
+            (folder / SMALL_FILE).write_bytes(small)
 
     # -- a restore --------------------------------------------------------------------------------
 
@@ -412,6 +406,31 @@ class ArrayFormat(ABC):
             else:
                 state[name] = values.decode(entry["tree"], decode)
         return state
+
+
+def _small_file(flat: FlatState) -> bytes | None:
+    """The arrays of a copy as a file of safetensors. None if such a file cannot hold all of them.
+
+    The writers of the library take longer than the rest of a save.
+    """
+    header: dict[str, Any] = {}
+    arrays: list[np.ndarray] = []
+    end = 0
+    for dtype, code in _SAFETENSORS.items():
+        for leaf in flat.leaves.values():
+            part = leaf.parts[""]
+            # A DTensor may be a part of its tensor.
+            if leaf.dtype == dtype and part.shape[: len(leaf.shape)] == leaf.shape:
+                arrays.append(raw(part))
+                begin, end = end, end + part.nbytes
+                place = {"dtype": code, "shape": leaf.shape, "data_offsets": [begin, end]}
+                header[leaf.name] = place
+    # The key of the metadata is no name of an array.
+    if len(header) < len(flat.leaves) or "__metadata__" in header:
+        return None
+    text = json.dumps(header, ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return b"".join([len(text).to_bytes(8, "little"), text, *arrays])
 
 
 def bytes_of_small_file(folder: Path) -> dict[str, np.ndarray] | None:

@@ -98,6 +98,7 @@ def test_a_child_that_is_forked_within_a_save_does_not_wait_for_its_parents_thre
         assert [saved.step for saved in store.checkpoints()] == [1]
         memory = MemoryStore()
         memory.save(5, {"w": torch.zeros(3)})
+        memory.wait()
         assert [saved.step for saved in memory.checkpoints()] == [5]
 
     process = multiprocessing.get_context("fork").Process(target=child)
