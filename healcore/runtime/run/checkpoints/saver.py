@@ -72,9 +72,8 @@ class Saver:
         """Step of the snapshot or checkpoint that this process started from, or None before."""
         self.newer_than_start: set[int] = set()
         """Steps of checkpoints newer than the resumed one: this process could not use them."""
-        self.damage: dict[tuple[str, bool], CheckpointDamaged] = {}
-        """Path of each damaged checkpoint that this process has found, and whether another copy was
-        intact then -> the error."""
+        self.damage: dict[str, CheckpointDamaged] = {}
+        """Path of each damaged checkpoint that this process has found -> the error."""
         self._steps: set[int] = set()
         """Steps of the checkpoints that are not abandoned."""
         self.nonfinite: dict[int, tuple[str, ...]] = {}
@@ -519,14 +518,12 @@ class Saver:
     def report_damage(self, error: CheckpointDamaged) -> None:
         """Reports a damaged checkpoint, with an event of the kind `damaged`.
 
-        A path is reported once, because several reads may find the same damage, and once more if
-        its other copy is damaged too.
+        A path is reported once, because several reads may find the same damage.
 
         Args:
             error: the error of the read. If another copy was intact, it stays known-good.
         """
-        key = error.path, error.other_copy
-        if key not in self.damage:
-            self.damage[key] = error
+        if error.path not in self.damage:
+            self.damage[error.path] = error
             intact = error.other_copy or None  # an event without the field has no other copy
             self.run.log.event("damaged", step=error.step, problem=str(error), other_copy=intact)

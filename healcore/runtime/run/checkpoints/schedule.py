@@ -64,9 +64,9 @@ class SaveSchedule:
         self.last_saved: int | None = None
         """Step of the last checkpoint or of the start, or None before the start."""
         self.last_regular: int | None = None
-        """Step of the last regular save, of the start or of the last rollback; or None before the
-        start. Another save changes neither when weights are saved regularly nor with which weights
-        later weights are compared."""
+        """Step of the last regular save that was made or skipped, of the start or of the last
+        rollback; or None before the start. Another save changes neither when weights are saved
+        regularly nor with which weights later weights are compared."""
         self.saved_in_body = False
         """Whether the program has asked for the last checkpoint, within the body of its loop. The
         rest of the body, and a `break`, may have changed what a restart has to know."""
@@ -78,10 +78,6 @@ class SaveSchedule:
         self._saving_s = 0.0
         """Seconds that the regular saves of this process have taken."""
         self._began = time.monotonic()
-        self._checked_interval: int | None = None
-        """Interval in which the ranks have last exchanged whether saves are slow, or None."""
-        self._is_slow = False
-        """Whether the saves of a rank had taken too long at the last exchange."""
 
     def due(self) -> bool:
         """Whether a regular save is due, and possible. Called once per dispatch.
@@ -104,7 +100,10 @@ class SaveSchedule:
         wanted = self._missed_saves >= 1 or self.after_change
         if not wanted or self.delayed or not self.may_save:
             return False
-        return not (self._limits_time and self.saves_are_slow)
+        if self._limits_time and self.saves_are_slow:
+            self.last_regular = self.run.progress.step  # the next one is due in the next interval
+            return False
+        return True
 
     @property
     def saves_are_slow(self) -> bool:
@@ -113,14 +112,10 @@ class SaveSchedule:
         Without a limit, saves that each take as long as the steps between two saves double the time
         of a run (124 M parameters on an H100: 66 ms per step, and 37 ms without saves). The clock
         decides nothing but this: a save that is skipped changes no weight. The ranks agree, because
-        all of them have to take part in a save. Collective once per interval.
+        all of them have to take part in a save. Collective.
         """
-        interval = self.run.progress.step // self.every
-        if interval != self._checked_interval:
-            allowed = FREE_S + MAX_SHARE * (time.monotonic() - self._began)
-            self._is_slow = any(self.run.ranks.gather(self._saving_s > allowed))
-            self._checked_interval = interval
-        return self._is_slow
+        allowed = FREE_S + MAX_SHARE * (time.monotonic() - self._began)
+        return any(self.run.ranks.gather(self._saving_s > allowed))
 
     @property
     def may_save(self) -> bool:
