@@ -413,7 +413,7 @@ def _small_file(flat: FlatState) -> bytes | None:
     The writers of the library take longer than the rest of a save.
     """
     header: dict[str, Any] = {}
-    arrays: list[np.ndarray] = []
+    arrays: list[Any] = []
     end = 0
     for dtype, code in _SAFETENSORS.items():
         for leaf in flat.leaves.values():
