@@ -21,7 +21,7 @@ Healer chooses the checkpoint, keeps budgets and learning rate, and determines w
 
     rollback  nonfinite_weights ── load ── learning_rates
 
-    memory ran out  window, memory, memory_profiles
+    memory ran out  window, memory_profile
 
     end     on_end ── pending_steps, is_interrupted, replaced_weights
             undo_window, state (a last save) ── close
@@ -446,23 +446,13 @@ class Driver(abc.ABC):
             DataError: the compiled training step has deleted a batch.
         """
 
-    def memory(self) -> dict[str, int]:
-        """The memory of the device by owner, after memory ran out. For the diagnosis.
+    @abc.abstractmethod
+    def memory_profile(self) -> tuple[str, bytes]:
+        """What holds the memory of the device, to be written to a file.
 
         Returns:
-            Owner -> bytes. In torch "parameters", "gradients", "optimizer state", and on a GPU
-            "activations", which are all other memory. Empty if it is unknown, as in JAX.
+            The suffix of the file, and its content.
         """
-        return {}
-
-    def memory_profiles(self) -> dict[str, bytes]:
-        """The framework's own profile of the device's memory, to be written to files.
-
-        Returns:
-            Suffix of a file -> content. Empty where the framework has no such report, as torch on a
-            CPU.
-        """
-        return {}
 
     # -- numbers of the program -----------------------------------------------------------------
 

@@ -65,8 +65,7 @@ class HealingReport:
     rollback, or no checkpoint could be restored; or empty. A change that the program makes on
     purpose looks the same."""
     memory: str = ""
-    """What holds most of the memory, and the files of the memory profile; or an empty string if the
-    profile was not requested."""
+    """The file of the memory profile, or an empty string if the profile was not requested."""
 
     @classmethod
     def of(cls, run: Run, *, memory: bool = False) -> HealingReport:

@@ -49,6 +49,5 @@ def test_a_report_writes_a_memory_profile_on_request(framework, tmp_path):
     profiles = {each.suffix: each for each in tmp_path.glob("healcore.memory.*")}
     assert set(profiles) == ({".txt"} if framework == "torch" else {".prof"})
     if framework == "torch":
-        assert "Largest owner of memory: " in line
         assert "parameters" in profiles[".txt"].read_text()
     assert all(each.name in line for each in profiles.values())

@@ -310,9 +310,9 @@ class JaxDriver(JaxWeights):
 
     # -- memory and numbers -----------------------------------------------------------------------
 
-    def memory_profiles(self) -> dict[str, bytes]:
-        """See `Driver.memory_profiles`. The arrays by the lines that made them, for `pprof`."""
-        return {".prof": jax.profiler.device_memory_profile()}
+    def memory_profile(self) -> tuple[str, bytes]:
+        """See `Driver.memory_profile`. The arrays by the lines that made them, for `pprof`."""
+        return ".prof", jax.profiler.device_memory_profile()
 
     def settings(self) -> dict[str, Any]:
         """See `Driver.settings`.

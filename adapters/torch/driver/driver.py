@@ -26,7 +26,7 @@ from healcore.torch.attachment import Healing, attach, healing_of
 from healcore.torch.driver.buffers import UnsavedBuffers, buffers_of
 from healcore.torch.driver.followed_optimizer import FollowedOptimizer, PendingEntry, PendingStep
 from healcore.torch.driver.gradient_window import GradientWindow
-from healcore.torch.driver.memory import cuda_profiles, memory_of
+from healcore.torch.driver.memory import memory_profile
 from healcore.torch.driver.structure import StructureWatch
 from healcore.torch.driver.weights import Key, TorchWeights, WeightSample
 from healcore.torch.live_engine import keep_after_cuda_error
@@ -336,13 +336,9 @@ class TorchDriver(Driver):
         nonfinite = [p for p, norm in zip(params, norms, strict=True) if not math.isfinite(norm)]
         return live_state.parameter_names(self._state, nonfinite)
 
-    def memory(self) -> dict[str, int]:
-        """See `Driver.memory`."""
-        return memory_of(self._state, list(self._optimizers.values()))
-
-    def memory_profiles(self) -> dict[str, bytes]:
-        """See `Driver.memory_profiles`. CUDA's own reports; empty on a CPU."""
-        return cuda_profiles()
+    def memory_profile(self) -> tuple[str, bytes]:
+        """See `Driver.memory_profile`. The bytes by owner, and CUDA's own summary."""
+        return ".txt", memory_profile(self._state, list(self._optimizers.values()))
 
     def settings(self) -> dict[str, Any]:
         """See `Driver.settings`.

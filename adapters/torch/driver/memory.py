@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -13,43 +12,23 @@ from healcore.torch import gradients
 from healcore.torch.live_state import State, tensors_in
 
 
-def memory_of(state: State, optimizers: Sequence[Optimizer]) -> dict[str, int]:
-    """Measures the memory of each kind of tensors, see `Driver.memory`.
+def memory_profile(state: State, optimizers: Sequence[Optimizer]) -> bytes:
+    """Lists the bytes of the parameters, gradients and moments, and CUDA's own summary.
 
     Args:
         state: the state of the run. Frozen parameters of its modules count too.
         optimizers: the optimizers of the state, without wrappers.
-
-    Returns:
-        "parameters", "gradients" and "optimizer state" -> bytes in the memory of this rank. With
-        CUDA also "activations": what remains of the allocated memory.
     """
     params = {*tensors_in(state)}
-    moments = tensors_in([optimizer.state for optimizer in optimizers])
     owners = {
-        "parameters": _size(params),
-        "gradients": _size(p.grad for p in params if p.grad is not None),
-        "optimizer state": _size(moments),
+        "parameters": params,
+        "gradients": [p.grad for p in params if p.grad is not None],
+        "optimizer state": tensors_in([optimizer.state for optimizer in optimizers]),
     }
+    text = "".join(f"{_size(tensors):>20,} bytes  {name}\n" for name, tensors in owners.items())
     if torch.cuda.is_initialized():
-        owners["activations"] = max(0, torch.cuda.memory_allocated() - sum(owners.values()))
-    return owners
-
-
-def cuda_profiles() -> dict[str, bytes]:
-    """CUDA's own reports about its memory, see `Driver.memory_profiles`.
-
-    Returns:
-        ".txt" -> CUDA's summary. Also ".pickle" -> its snapshot, if the program records the
-        history of allocations; https://pytorch.org/memory_viz shows it. Empty on a CPU.
-    """
-    if not torch.cuda.is_initialized():
-        return {}
-    profiles = {".txt": torch.cuda.memory_summary().encode()}
-    snapshot = torch.cuda.memory._snapshot()
-    if any(snapshot.get("device_traces", ())):
-        profiles[".pickle"] = pickle.dumps(snapshot)
-    return profiles
+        text += f"\n{torch.cuda.memory_summary()}"
+    return text.encode()
 
 
 def _size(tensors: Iterable[Tensor]) -> int:

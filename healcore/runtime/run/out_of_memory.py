@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 GOOD_STEPS = 100
 """Steps after a change of the size until parts twice as large are tried."""
 _NOT_TRIED = "healcore has not tried smaller parts of the batch"
-_MAX_PROFILE_BYTES = 16 << 20
-"""A larger profile is not written: a snapshot grows with the recorded history."""
 
 
 @dataclass
@@ -331,7 +329,7 @@ class OutOfMemory:
         line = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         if not (obstacle or self.run.record.part_size.tried):
             # A failed try keeps the profile of the failure before.
-            line += f". {memory_text(self.run)}"
+            line += f"; {memory_text(self.run)}"
         return _Overrun(size, parts, fault, line, obstacle)
 
     def _shrink(self, overrun: _Overrun, error: BaseException, prefix: str) -> None:
@@ -382,35 +380,22 @@ def _weighted(batch: Any, parts: int, count: Count) -> list[tuple[Any, float]]:
 
 
 def memory_text(run: Run) -> str:
-    """Writes the memory profiles next to the events, and describes them: what holds the memory.
+    """Writes the memory profile next to the events, and names the file.
 
     Args:
-        run: the parts of the run. Its events have a path on rank 0 only, which writes the files.
+        run: the parts of the run. Its events have a path on rank 0 only, which writes the file. The
+            file of a later failure of the same process replaces it.
 
     Returns:
-        A sentence about what holds most of the memory, and the names of the files. A failure to
-        measure is a sentence too: the device may have failed.
+        A clause with the name of the file, or why there is none.
     """
-    text, events = "The owners of the memory are not known", run.log.events  # as in JAX
+    events = run.log.events
+    if events.path is None:
+        return "no memory profile without a file of events"
     try:
-        sizes = run.driver.memory()
-        if sizes:
-            owner = max(sizes, key=sizes.__getitem__)
-            total = sum(sizes.values())
-            text = f"Largest owner of memory: {owner} ({sizes[owner]:,} of {total:,} bytes)"
-        if events.path is None:
-            return text
-        profiles = run.driver.memory_profiles()
-        if sizes:
-            owners = "".join(f"{size:>20,} bytes  {name}\n" for name, size in sizes.items())
-            profiles[".txt"] = owners.encode() + b"\n" + profiles.get(".txt", b"")
-        names = []
-        # The files of a later failure of the same process replace these.
-        for suffix, content in sorted(profiles.items()):
-            if len(content) <= _MAX_PROFILE_BYTES:
-                path = process_path(events.path, events.process_id, "memory", suffix)
-                files.replace(path, content)
-                names.append(path.name)
+        suffix, content = run.driver.memory_profile()
+        path = process_path(events.path, events.process_id, "memory", suffix)
+        files.replace(path, content)
     except Exception as error:  # the disk is full, or the device may fail again
-        return f"{text}; no memory profile: {type(error).__name__}: {error:.100}"
-    return f"{text}; memory profile: {', '.join(names)}" if names else text
+        return f"no memory profile: {type(error).__name__}: {error:.100}"
+    return f"memory profile: {path.name}"

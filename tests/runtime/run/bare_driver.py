@@ -59,7 +59,7 @@ class BareDriver(Driver):
     ) -> list[Any]:
         raise NotImplementedError
 
-    def memory(self) -> dict[str, int]:
+    def memory_profile(self) -> tuple[str, bytes]:
         raise NotImplementedError
 
     def settings(self) -> dict[str, Any]:

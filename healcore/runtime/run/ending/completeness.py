@@ -123,18 +123,14 @@ def report_recoveries(run: Run) -> None:
     Args:
         run: the parts of the run.
     """
-    loss, verdicts = run.witness.recent.mean_loss(), run.log.history.of("assessment")
-    levels = {each.onset: each.loss_before for each in verdicts if each.loss_before is not None}
-    recovered = [at for at in run.ledger.damage_left if at in levels and loss <= levels[at]]
-    if not recovered:
-        return
-    level = min(levels[at] for at in recovered)
-    why = (
-        f"the mean loss is {loss:.4g} at the end, and was {level:.4g} or more before; probably "
-        "your program made the change itself, for example by a restart of its rate"
-    )
-    for onset in recovered:
-        run.ledger.damage_left.remove(onset)
-        run.log.assessment(run.progress.step - 1, onset, "recovered", why=why)
-    onsets = first_of([str(onset) for onset in recovered])
-    run.log.info(f"nothing is left of the damage since step {onsets}: {why}")
+    loss = run.witness.recent.mean_loss()
+    for verdict in [*run.log.history.of("assessment")]:
+        onset, level = verdict.onset, verdict.loss_before
+        if onset in run.ledger.damage_left and level is not None and loss <= level:
+            run.ledger.damage_left.remove(onset)
+            why = (
+                f"the mean loss is {loss:.4g} at the end, and was {level:.4g} before; probably "
+                "your program made the change itself, for example by a restart of its rate"
+            )
+            run.log.assessment(run.progress.step - 1, onset, "recovered", why=why)
+            run.log.info(f"nothing is left of the damage since step {onset}: {why}")

@@ -82,7 +82,7 @@ def end_run(run: Run, error: BaseException | None, *, by: EndedBy = "block") -> 
     fault, memory, problem, save_was_tried = Fault(Cause(0), ""), "", "", False
     if isinstance(raised, Exception):
         fault = classify(raised)
-        memory = f". {memory_text(run)}" if fault.cause is Cause.OOM else ""
+        memory = f"; {memory_text(run)}" if fault.cause is Cause.OOM else ""
         save_was_tried = _save_at_exception(run, raised, fault, memory, replaced)
     if error is None:
         problem = _save_completed(run, by, together=together, replaced=replaced)
@@ -122,11 +122,9 @@ def _kind_of(run: Run, error: BaseException | None, by: EndedBy) -> Ending:
         return Ending.REQUESTED if left_early else Ending.COMPLETED
     if error is run.stopping.stopped:
         return Ending.STOPPED
-    if isinstance(error, Terminated):
-        return Ending.SIGNAL
     if isinstance(error, KeyboardInterrupt):
         return Ending.INTERRUPTED
-    return Ending.REQUESTED if isinstance(error, EndRequested) else Ending.EXCEPTION
+    return getattr(error, "ending", Ending.EXCEPTION)
 
 
 def _close_parts(run: Run) -> None:
@@ -320,16 +318,11 @@ def _judge(
         lost = _try(run, "another rank has left", ask)
         if lost is not None and not any(lost):
             return incomplete_run_error(run, judges_weights=not rests)
-    newest = None
-    with suppress(StoreError, OSError):  # only these checkpoints survive the process
-        newest = max(run.store.steps_on_disk(), default=None)
-    target = "starts from the beginning"
-    if newest is not None:
-        target = f"resumes from the checkpoint of step {newest}"
-    remedy = "Remove the cause and start the program again: it"
+    remedy = "Remove the cause and start the program again"
     if replaced:
-        remedy = "Call healer.close() directly after the loop. The next start"
+        remedy = "Call healer.close() directly after the loop"
     return LastStateNotSaved(
         f"healcore: the loop has ended at step {step}, and its last state is not saved "
-        f"({problem or 'it failed on another rank'}). {remedy} {target}"
+        f"({problem or 'it failed on another rank'}). {remedy}. The next start resumes from the newest "
+        "checkpoint"
     )

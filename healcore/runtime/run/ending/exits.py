@@ -21,6 +21,9 @@ class _Exit(HealcoreError, SystemExit):
         why: the reason, in short, for the last line of the run; or an empty string.
     """
 
+    ending = Ending.EXCEPTION
+    """The kind of end that the exception makes."""
+
     def __init__(self, code: int | str, why: str = "") -> None:
         super().__init__(code)
         self.why = why
@@ -75,6 +78,7 @@ class EndRequested(_EndsWithStatus0):
     """
 
     __module__ = "healcore.errors"
+    ending = Ending.REQUESTED
 
 
 class LastStateNotSaved(_Exit):
@@ -111,6 +115,7 @@ class Terminated(_Exit):
     """
 
     __module__ = "healcore.errors"
+    ending = Ending.SIGNAL
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number, f"signal {number}")
