@@ -11,7 +11,6 @@ import contextlib
 import difflib
 import json
 import os
-import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
@@ -59,7 +58,7 @@ def load(policy: PolicySource, **overrides: Unpack[Overrides]) -> Policy:
     data, source = _document_of(policy)
     if overrides:
         source = f"{source} with {', '.join(overrides)} given as keywords"
-        data = merged(data, overrides, source)
+        data = merged(data, overrides)
     return from_dict(data, source=source)
 
 
@@ -269,9 +268,8 @@ class Overrides(TypedDict, total=False):
 
     A table is a mapping with the keys to change, `clip={"max_norm": None}`; other keys stay. For an
     optional number None means no limit, for a table under `detect` no detector, and for `clip` no
-    clipping. Lists are replaced as a whole, and so is `clip` if its `kind` changes. One rule is
-    changed by its number: `respond={0: {"do": ["alert"]}}`. A `max_norm` for a policy without
-    clipping is the limit of `kind = "fixed"`.
+    clipping. Lists are replaced as a whole, and so is `clip` if its `kind` changes. A `max_norm`
+    for a policy without clipping is the limit of `kind = "fixed"`.
     """
 
     name: str
@@ -282,7 +280,7 @@ class Overrides(TypedDict, total=False):
     grace_steps: int
     clip: Table | None
     detect: Table
-    respond: Sequence[Table] | Mapping[int, Table]
+    respond: Sequence[Table]
     incident: Table
     rollback: Table
     lr: Table
@@ -292,32 +290,17 @@ class Overrides(TypedDict, total=False):
     hang: Table
 
 
-def merged(data: Table, overrides: Table, source: str) -> dict[str, Any]:
-    """Replaces values of a document.
-
-    Tables are merged key by key, and rules by their number; any other value replaces the old value.
+def merged(data: Table, overrides: Table) -> dict[str, Any]:
+    """Replaces values of a document. Tables are merged key by key.
 
     Args:
         data: the document, which is not changed.
         overrides: the values, as in `Overrides`.
-        source: name of the document in error messages.
 
     Returns:
         The new document, which `from_dict` has to validate.
-
-    Raises:
-        PolicyError: the policy has no rule with a given number.
     """
     new = dict(overrides)
-    rules, changes = data.get("respond", []), overrides.get("respond")
-    if isinstance(rules, list) and isinstance(changes, Mapping):
-        numbered = {str(number): rule for number, rule in enumerate(rules)}
-        changed = {str(number): change for number, change in changes.items()}
-        for number in changed.keys() - numbered.keys():
-            rule = f"the number of a rule of this policy, which has {len(rules)} from 0"
-            write = "respond[0], or respond with all rules"
-            raise policy_error(source, "", rule, write, key=f"respond[{number}]")
-        new["respond"] = [*_merged_tables(numbered, changed).values()]
     clip, changes = data.get("clip", {"kind": NONE}), overrides.get("clip")
     if isinstance(clip, Mapping) and isinstance(changes, Mapping):
         kind = clip.get("kind")
@@ -341,9 +324,9 @@ def _merged_tables(old: Any, changes: Table) -> dict[str, Any]:
 def parse_overrides(pairs: Iterable[str], option: str) -> dict[str, Any]:
     """Parses the `KEY=VALUE` pairs of an option of a command to the keywords of `load`.
 
-    A key is dotted; `respond[0].do` is a key of the first rule. A value has the syntax of TOML, but
-    a string needs no quotes. The pairs are only collected here: `load` merges them into the tables
-    of the policy, whose kind of clipping decides which keys exist.
+    A key is dotted. A value has the syntax of TOML, but a string needs no quotes. The pairs are
+    only collected here: `load` merges them into the tables of the policy, whose kind of clipping
+    decides which keys exist.
 
     Args:
         pairs: the pairs as the user wrote them. A later pair replaces an earlier one.
@@ -362,7 +345,6 @@ def parse_overrides(pairs: Iterable[str], option: str) -> dict[str, Any]:
     overrides: dict[str, Any] = {}
     for pair in pairs:
         key, _, value = pair.partition("=")
-        key = re.sub(r"^\s*respond\[(\d+)\]", r"respond.\1", key)
         table: dict[str, Any] = {}
         # First as TOML, then as a string to which the user gave no quotes.
         for toml_value in (value, json.dumps(value.strip())):

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from healcore.core.errors import HealcoreError
-from healcore.core.ranges import NONE
 from healcore.policy.document import SCHEMA, Conflict, Path, Policy, is_table
 
 _MAX_SHOWN = 60
@@ -121,17 +120,6 @@ def dotted(parts: Path) -> str:
     return key
 
 
-_EXAMPLES = {
-    "schema": "schema = 1",
-    "name": 'name = "mine"',
-    "policy": "a mapping of the tables of a policy file",
-    "respond": "[[respond]]",
-    "to": 'to = ["nonfinite"]',
-    "do": 'do = ["skip"]',
-}
-"""What to write for a key without a default."""
-
-
 @functools.cache
 def _reader() -> TypeAdapter[Policy]:
     return TypeAdapter(Policy, config=ConfigDict(strict=True))
@@ -206,7 +194,6 @@ def _tables(table: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
 def _conflict(error: dict[str, Any]) -> Conflict:
     """What an error of pydantic means to the author of a policy."""
     path, wrong, context = error["loc"] or ("policy",), error["input"], error.get("ctx", {})
-    name = path[-1]
     names = tuple(part for part in path if isinstance(part, str))
     table = dict(_tables(Policy)).get(names[:-1])
     if names[:1] == ("clip",):
@@ -215,23 +202,19 @@ def _conflict(error: dict[str, Any]) -> Conflict:
     if isinstance(wrong, float) and "than" in rule:
         rule += ", also as a float32"
     choices = re.findall("'(.+?)'", context.get("expected_tags", context.get("expected", "")))
-    write = _EXAMPLES.get(name, "see docs/policies.md")
+    write = "see docs/policies.md"
     match error["type"]:
         case "extra_forbidden" | "unexpected_keyword_argument" if table:
-            wrong, rule = name, "a key of this table"
+            wrong, rule = path[-1], "a key of this table"
             choices = [*table._fields, *(["kind"] if hasattr(table, "kind") else [])]
             if len(path) == 1:
                 rule = "a key of a policy, or an argument of the function that you call"
-        case "missing" | "missing_argument":
-            rule = "required, and missing"
         case "union_tag_invalid":
             path, wrong = (*path, "kind"), context["tag"]
         case "named_tuple_type" | "arguments_type" | "union_tag_not_found":
-            keyword = f"[{dotted(path)}] in a file, {path[0]}={{...}} as a keyword"
-            rule, write = "a table", _EXAMPLES.get(path[0], keyword)
-        case _ if table and name in table._field_defaults:
-            default = table._field_defaults[name]
-            write = f"{name} = {show_value(NONE if default is None else default)}"
+            rule, write = "a table", f"[{dotted(path)}] in a file, {path[0]}={{...}} as a keyword"
+        case _ if table and path[-1] in table._field_defaults:
+            write = f"{path[-1]} = {show_value(table._field_defaults[path[-1]])}"
     if choices:
         write = f"one of {', '.join(choices)}"
     similar = difflib.get_close_matches(str(wrong), choices, n=1, cutoff=0.75)

@@ -8,7 +8,8 @@ BACK = {"to": ["nonfinite"], "do": ["rollback"], "when": {"consecutive": 10}}
 
 def test_rules_are_compared_by_their_number():
     left = load("default", respond=[SKIP, BACK])
-    right = load(left, respond={1: {"when": {"consecutive": 20}}, 0: {"do": ["alert"]}})
+    later = {**BACK, "when": {"consecutive": 20}}
+    right = load(left, respond=[{**SKIP, "do": ["alert"]}, later])
     assert diff(left, right) == (
         ("respond[0].do", ["skip"], ["alert"]),
         ("respond[1].when.consecutive", 10, 20),

@@ -70,13 +70,11 @@ def test_the_base_comes_first_and_then_all_combinations():
 
 
 def test_variants_keep_the_kind_of_clipping_and_values_may_be_lists():
-    found = variants(
-        load_policy("zclip"), ["clip.max_norm=2,none", 'respond[0].do=["skip"],["skip","alert"]']
-    )
+    found = variants(load_policy("zclip"), ["clip.max_norm=2,none", 'references=["a"],["a","b"]'])
     policies = list(found.values())[1:]
     assert [policy.clip.kind for policy in policies] == ["zclip"] * 4
     assert [policy.clip.max_norm for policy in policies] == [2, 2, None, None]  # pyright: ignore
-    assert [policy.respond[0].do for policy in policies] == [("skip",), ("skip", "alert")] * 2
+    assert [policy.references for policy in policies] == [("a",), ("a", "b")] * 2
 
 
 def test_an_option_of_zclip_changes_its_interventions_and_does_not_replace_it(tmp_path):

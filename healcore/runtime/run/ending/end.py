@@ -323,6 +323,6 @@ def _judge(
         remedy = "Call healer.close() directly after the loop"
     return LastStateNotSaved(
         f"healcore: the loop has ended at step {step}, and its last state is not saved "
-        f"({problem or 'it failed on another rank'}). {remedy}. The next start resumes from the newest "
-        "checkpoint"
+        f"({problem or 'it failed on another rank'}). {remedy}. The next start resumes from the "
+        "newest checkpoint"
     )
