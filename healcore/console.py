@@ -1,9 +1,8 @@
 """Writes the lines that a user reads: logs or prints them, and formats the words in them.
 
 Lines go to the logger `healcore`, or to standard error if no logging is set up. healcore never
-changes handlers, levels or propagation of loggers. Lines have the prefix `healcore:`, unless each
-handler's format has the logger's name. A `logging.basicConfig()` without arguments counts as no
-setup, because absl makes this call for Orbax.
+changes handlers, levels or propagation of loggers. Lines have the prefix `healcore:`. A
+`logging.basicConfig()` without arguments counts as no setup: absl makes this call for Orbax.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import logging
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from types import FrameType
 from typing import Any, Literal
@@ -45,28 +45,18 @@ def stacklevel_of_program() -> int:
     healcore, however many functions of healcore are between.
     """
     level = 1
-    frame = sys._getframe(1)
-    while _is_own(frame) and frame.f_back is not None:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and f"{frame.f_globals.get('__name__')}.".startswith("healcore."):
         frame = frame.f_back
         level += 1
     return level
 
 
-def _is_own(frame: FrameType) -> bool:
-    """Whether code of healcore runs in a frame."""
-    module = frame.f_globals.get("__name__", "")
-    return module.partition(".")[0] == "healcore"
-
-
 def _log(level: int, line: str, console: Console = "auto") -> None:
-    line = clean(line)
+    line = f"healcore: {clean(line)}"
     handlers = _handlers()
     if handlers:
-        formats = [getattr(each.formatter, "_fmt", None) or "" for each in handlers]
-        prefix = "healcore: "
-        if all("(name)" in each or "{name" in each for each in formats):
-            prefix = ""
-        _logger.log(level, "%s%s", prefix, line, stacklevel=2)
+        _logger.log(level, "%s", line, stacklevel=2)
     if console is True or (console == "auto" and not handlers and _is_enabled(level)):
         _print(line)
 
@@ -104,7 +94,6 @@ def _is_basic_config(handler: logging.Handler) -> bool:
     return (
         handler in logging.root.handlers
         and logging.root.level == logging.WARNING
-        and handler.level == logging.NOTSET
         and getattr(handler, "stream", None) is sys.stderr
         and getattr(handler.formatter, "_fmt", None) == logging.BASIC_FORMAT
     )
@@ -112,15 +101,12 @@ def _is_basic_config(handler: logging.Handler) -> bool:
 
 def _print(line: str) -> None:
     """Prints to the current `sys.stderr`, above a progress bar of tqdm or rich."""
-    line = f"healcore: {line}"
-    try:
+    with suppress(Exception):  # a closed stream must not end the run
         tqdm: Any = sys.modules.get("tqdm.std")  # without the module no tqdm bar is shown
         if tqdm is None:
             print(line, file=sys.stderr, flush=True)
         else:
             tqdm.tqdm.write(line, file=sys.stderr)
-    except Exception:  # a closed stream must not end the run
-        return
 
 
 def fitted(line: str) -> str:
@@ -160,9 +146,9 @@ def is_logged(number: int) -> bool:
     return number <= 10 or number & (number - 1) == 0
 
 
-def passes_power_of_ten(before: int, now: int) -> bool:
+def is_power_of_ten(number: int) -> bool:
     """Whether a count has just reached 1, 10, 100, ..."""
-    return now > before and (not before or len(str(now)) > len(str(before)))
+    return str(number).rstrip("0") == "1"
 
 
 def error_text(error: BaseException) -> str:

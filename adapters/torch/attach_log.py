@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from healcore import console
-from healcore.console import is_logged, passes_power_of_ten
+from healcore.console import is_logged, is_power_of_ten
 from healcore.core.decision import NONFINITE, Action, names_of
 from healcore.core.step_record import StepRecord
 from healcore.events.kinds import alarm_text
@@ -123,7 +123,7 @@ class AttachLog:
             return
         self._nonfinite += 1
         steps = self._nonfinite
-        if steps >= FROM_START and passes_power_of_ten(steps - 1, steps):
+        if steps >= FROM_START and is_power_of_ten(steps):
             from_start = steps == record.step
             text = nonfinite_streak_text(record, steps, (), from_start=from_start)
             self.write(text, console.error)

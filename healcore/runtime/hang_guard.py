@@ -6,19 +6,20 @@ are independent of it. `docs/faults.md` describes which time counts.
 
 from __future__ import annotations
 
+import faulthandler
 import math
 import os
 import sys
+import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from healcore import console
-from healcore.core.decision import Cause, names_of
+from healcore.core.decision import Cause
 from healcore.events.models import Ending
 from healcore.runtime.reporting import postmortem
 from healcore.runtime.reporting.diagnosis import RunOutcome, explain
@@ -77,27 +78,10 @@ class HangGuard:
 
     # -- called by the training thread ----------------------------------------------------------
 
-    def rest(self) -> None:
-        """Ends the thread until the next `watch`, without waiting for it."""
-        self._counting_since = 0.0
-        if self._thread_end is not None:
-            self._thread_end.set()
-            self._thread_end = None
-
-    def close(self) -> None:
-        """Ends the thread for good. An iterator that outlives the run starts no other one."""
-        self._guards = False
-        self.rest()
-
     def watch(self) -> None:
-        """Starts to count the time from 0.
-
-        The time that has counted until now is a step, for the longest step so far.
-        """
-        now = time.monotonic()
-        if self._counting_since:
-            self._longest_s = max(self._longest_s, now - self._counting_since)
-        self._counting_since = now
+        """Starts to count the time from 0. The time that has counted until now is a step."""
+        self.pause()
+        self._counting_since = time.monotonic()
         if self._guards and self._thread_end is None:
             self._thread_end = threading.Event()
             run = partial(self._run, self._thread_end)
@@ -116,6 +100,18 @@ class HangGuard:
         if self._counting_since:
             self._longest_s = max(self._longest_s, time.monotonic() - self._counting_since)
             self._counting_since = 0.0
+
+    def rest(self) -> None:
+        """Ends the thread until the next `watch`, without waiting for it."""
+        self._counting_since = 0.0
+        if self._thread_end is not None:
+            self._thread_end.set()
+            self._thread_end = None
+
+    def close(self) -> None:
+        """Ends the thread for good. An iterator that outlives the run starts no other one."""
+        self._guards = False
+        self.rest()
 
     @contextmanager
     def excluding_wait(self) -> Iterator[None]:
@@ -154,50 +150,38 @@ class HangGuard:
 
     def _alarm(self, waited_s: float) -> None:
         """Reports this rank's stacks, and ends the process if the policy says so."""
-        stacks, rank = self._stacks(), self._ranks.rank
-        why = warning = f"rank {rank} has been within one step for {waited_s:.0f} s"
+        why = f"rank {self._ranks.rank} has been within one step for {waited_s:.0f} s"
         if self._ends:
-            warning += f"; it ends with exit status {EXIT_STATUS}"
             # A failed disk can block the report forever.
             timer = threading.Timer(REPORT_TIMEOUT_S, os._exit, (EXIT_STATUS,))
             timer.daemon = True
             timer.start()
+        stacks = _stacks()
+        line = why
         if self._ranks.world > 1:  # the event has the stacks of rank 0: another may be the cause
-            warning += f"\n{stacks}"
-        console.warning(warning)
-        if rank == 0:
+            line = f"{why}\n{stacks}"
+        console.warning(line)
+        if self._ranks.rank == 0:
             self._report(why, [{"ranks": [0], "stacks": stacks}], waited_s)
         if self._ends:
-            if rank != 0:
+            if self._ranks.rank != 0:
                 time.sleep(_REPORTED_S)
+            console.warning(f"the process ends with exit status {EXIT_STATUS}")
             sys.stderr.flush()
             os._exit(EXIT_STATUS)
 
-    def _stacks(self) -> str:
-        """The stacks of all threads, the training thread first."""
-        frames = sys._current_frames()
-        threads = sorted(
-            threading.enumerate(), key=lambda each: each.ident != self._training_thread
-        )
-        texts: list[str] = []
-        for thread in threads:
-            if thread is not threading.current_thread() and thread.ident in frames:
-                stack = "".join(traceback.format_stack(frames[thread.ident]))
-                texts.append(f"Thread {thread.name}:\n{stack}")
-        return "\n".join(texts)
-
     def _report(self, why: str, stacks: list[dict[str, Any]], waited_s: float) -> None:
         """Writes the event, and the postmortem if the process ends. Runs on rank 0."""
-        step, log, observes = self.step, self._log, self._policy.observes
+        step, log = self.step, self._log
         answer = "stop" if self._ends else "alert"
         log.event(
             "fault",
             step=step,
-            cause=names_of(Cause.HANG),
+            cause=Cause.HANG,
             sign="no step within the time-out",
             problem=why,
-            answer=None if observes else answer,
-            observed=observes or None,
+            answer=None if self._policy.observes else answer,
+            observed=self._policy.observes or None,
             seconds=round(waited_s, 3),
             stacks=stacks,
         )
@@ -210,3 +194,11 @@ class HangGuard:
             console.warning(problem)
         log.event("stop", step=step, why=why, diagnosis=explain(hung))
         log.event("end", step=step, ending=Ending.STOPPED, incidents=counts.incidents)
+
+
+def _stacks() -> str:
+    """The Python stacks of all threads."""
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        return file.read()

@@ -30,7 +30,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from healcore import console
-from healcore.console import first_of, passes_power_of_ten
+from healcore.console import first_of, is_power_of_ten
 from healcore.core.decision import Action, names_of
 from healcore.core.errors import HealcoreError
 from healcore.runtime.data.sources import SourceCursor
@@ -553,7 +553,7 @@ class Loop:
         run.witness.on_structure_change()
         run.schedule.after_change = True
         self._changes += 1
-        if passes_power_of_ten(self._changes - 1, self._changes):
+        if is_power_of_ten(self._changes):
             run.log.note(
                 step,
                 f"the program has changed the structure of its model: {first_of(changes)}. "

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from healcore.console import is_logged, passes_power_of_ten
+from healcore.console import is_logged, is_power_of_ten
 from healcore.core.decision import LASTING, Action, Cause, names_of
 from healcore.core.engine.incident import incident_causes
 from healcore.core.step_record import StepRecord, Why
@@ -211,7 +211,7 @@ class IncidentMonitor:
                 few |= alarms <= MAX_ALARMS
                 if is_logged(self._faults[fault]):
                     told = True
-                    has_line |= passes_power_of_ten(alarms - 1, alarms)
+                    has_line |= is_power_of_ten(alarms)
             action = Action(record.action)
             alert = begins
             if action & Action.ALERT and not begins:  # a rule about several steps
