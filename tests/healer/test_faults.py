@@ -204,7 +204,7 @@ class Breaking(torch.optim.SGD):
         ("half updated", 0, "interrupted"),
         ("alarm", 5, "alarm"),
         ("weights", 5, "not finite"),
-        ("donated", 5, "no checkpoint of the state at the exception"),
+        ("donated", 5, "no checkpoint was saved at the end"),
         ("no rule", 5, "the program raised ZeroDivisionError"),
     ],
 )

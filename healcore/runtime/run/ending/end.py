@@ -12,10 +12,9 @@ run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
-from functools import partial
-from typing import TYPE_CHECKING, Literal, TypeVar
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Literal
 
 from healcore.console import error_text, first_of
 from healcore.core.decision import Cause
@@ -34,7 +33,6 @@ from healcore.runtime.run.ending.exits import (
 )
 from healcore.runtime.run.out_of_memory import memory_text
 from healcore.runtime.run.progress import LoopPhase
-from healcore.runtime.store.checkpoints import StoreError
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
@@ -43,7 +41,6 @@ if TYPE_CHECKING:
 EndedBy = Literal["block", "close", "exit"]
 """What ends the run: the end of its block, `Healer.close`, or for `healcore.start` the end of the
 process."""
-T = TypeVar("T")
 
 
 def end_run(run: Run, error: BaseException | None, *, by: EndedBy = "block") -> RunEnd:
@@ -66,7 +63,8 @@ def end_run(run: Run, error: BaseException | None, *, by: EndedBy = "block") -> 
         error = None  # the loop has raised no error
     rests = by == "exit" and state.phase is LoopPhase.AT_REST
     if rests or (state.is_complete and error is None):
-        _try(run, "the steps after the loop were not dropped", run.driver.take_dispatch)
+        with _logged(run, "the steps after the loop were not dropped"):
+            run.driver.take_dispatch()
     run.hang_guard.pause()
     run.driver.on_end()
     # What a program does with its weights after its loop, until the end of a block, belongs to a
@@ -76,29 +74,45 @@ def end_run(run: Run, error: BaseException | None, *, by: EndedBy = "block") -> 
     together = _all_ranks_end(run, error)
     if together:
         error = _read_last_steps(run, error, acts=not replaced)
-    _try(run, "the damage could not be assessed", partial(report_recoveries, run))
-    stopped = error is not None and error is run.stopping.stopped
-    raised = error.__cause__ if error is not None and stopped else error
-    fault, memory, problem, save_was_tried = Fault(Cause(0), ""), "", "", False
-    if isinstance(raised, Exception):
-        fault = classify(raised)
-        memory = f"; {memory_text(run)}" if fault.cause is Cause.OOM else ""
-        save_was_tried = _save_at_exception(run, raised, fault, memory, replaced)
+    with _logged(run, "the damage could not be assessed"):
+        report_recoveries(run)
+    fault, memory, problem = Fault(Cause(0), ""), "", ""
     if error is None:
         problem = _save_completed(run, by, together=together, replaced=replaced)
-    elif not save_was_tried and together and not stopped and run.progress.reading_error is None:
-        _save_early_end(run, replaced, by_stop_file=isinstance(error, EndRequested))
-    _try(run, "checkpoints being written", run.saver.wait)
+    else:
+        stopped = error is run.stopping.stopped
+        raised = error.__cause__ if stopped else error
+        rule_saves = False
+        if isinstance(raised, Exception):
+            fault = classify(raised)
+            if fault.cause is Cause.OOM:
+                memory = f"; {memory_text(run)}"
+            rule_saves = run.saver.resumes_exactly and "save" in run.policy.answers(fault.cause)
+        if run.progress.reading_error is not None:
+            problem = "the records of a step could not be read"
+        elif rule_saves or (together and not stopped):
+            by_file = isinstance(error, EndRequested)
+            problem = _save_early_end(run, replaced, rule_saves=rule_saves, by_file=by_file)
+        if isinstance(raised, Exception):
+            answer = "save" if rule_saves and not problem else None
+            line = f"the program raised {error_text(raised):.600}{memory}"
+            run.log.fault(run.progress.step, fault, line, answer=answer)
+        if problem:
+            run.loop.warn(f"no checkpoint was saved at the end: {problem}")
+    with _logged(run, "checkpoints being written"):
+        run.saver.wait()
     if error is None:
         error = _judge(run, problem, replaced, together=together, rests=rests)
     if together:
-        _try(run, "checkpoints on probation", run.saver.poll)
-        _try(run, "the last saves", run.saver.read_nonfinite)
+        with _logged(run, "checkpoints on probation"):
+            run.saver.poll()
+        with _logged(run, "the last saves"):
+            run.saver.read_nonfinite()
     run.end = RunEnd(_kind_of(run, error, by), error)
     if run.end.ending == Ending.COMPLETED and not state.is_complete:
         run.record.completed = True
-        replace = partial(run.saver.replace_record, run.progress.step)
-        _try(run, "the record of the end", replace)
+        with _logged(run, "the record of the end"):
+            run.saver.replace_record(run.progress.step)
         if run.store.root is not None:
             run.completed.add(run.store.root.resolve())
     reports.report_end(run, *run.end, fault, memory)
@@ -106,13 +120,13 @@ def end_run(run: Run, error: BaseException | None, *, by: EndedBy = "block") -> 
     return run.end
 
 
-def _try(run: Run, what: str, action: Callable[[], T]) -> T | None:
-    """The result of an action of the end, or None if it fails, which is logged."""
+@contextmanager
+def _logged(run: Run, what: str) -> Iterator[None]:
+    """A context of an action of the end. If it fails, a line is logged, and the end goes on."""
     try:
-        return action()
+        yield
     except Exception as error:
         run.loop.warn(f"{what}: {type(error).__name__}: {error}")
-        return None
 
 
 def _kind_of(run: Run, error: BaseException | None, by: EndedBy) -> Ending:
@@ -152,7 +166,9 @@ def _replaced_weights(run: Run) -> str:
     """
     if not run.saver.resumes_exactly or run.driver.is_interrupted():
         return ""
-    names = _try(run, "the weights could not be read", run.driver.replaced_weights)
+    names: Sequence[str] = ()
+    with _logged(run, "the weights could not be read"):
+        names = run.driver.replaced_weights()
     if not names:
         return ""
     return (
@@ -174,7 +190,10 @@ def _all_ranks_end(run: Run, error: BaseException | None) -> bool:
         "another rank has not ended its loop (give every rank as many batches, and leave the "
         "loop at the same step on all ranks)"
     )
-    return _try(run, what, partial(run.ranks.gather, None)) is not None
+    with _logged(run, what):
+        run.ranks.gather(None)
+        return True
+    return False
 
 
 def _read_last_steps(run: Run, error: BaseException | None, *, acts: bool) -> BaseException | None:
@@ -209,63 +228,44 @@ def _read_last_steps(run: Run, error: BaseException | None, *, acts: bool) -> Ba
 # -- the last save ---------------------------------------------------------------------------------
 
 
-def _save_at_exception(
-    run: Run, raised: Exception, fault: Fault, memory: str, replaced: str
-) -> bool:
-    """Logs the exception that ends the run, and saves if a rule of the policy says so.
-
-    The ranks that have not raised do not take part in a save; memory ends with the process.
-
-    Returns:
-        Whether a save was tried or refused here: then the end does not try another one.
-    """
-    answer, obstacle = None, ""
-    if run.progress.reading_error is not None:
-        obstacle = "the records of a step could not be read"
-    elif run.saver.resumes_exactly and "save" in run.policy.answers(fault.cause):
-        try:
-            obstacle = _save_emergency(run, replaced)
-        except Exception as problem:  # a step in JAX that failed may have donated the state
-            is_known = isinstance(problem, StoreError)
-            obstacle = str(problem) if is_known else f"{type(problem).__name__}: {problem}"
-        answer = None if obstacle else "save"
-    line = f"the program raised {error_text(raised):.600}{memory}"
-    run.log.fault(run.progress.step, fault, line, answer=answer)
-    if obstacle:
-        run.loop.warn(f"no checkpoint of the state at the exception was saved: {obstacle}")
-    return bool(answer or obstacle)
-
-
-def _save_emergency(run: Run, replaced: str) -> str:
-    """Saves the state of the last step. Returns the reason why not, or an empty string."""
-    if not run.loop.count_last_step():
-        return "the exception interrupted the updates of a step"
-    run.loop.report_last_steps()
-    if run.loop.state.has_unfinished_work:
-        return "a restart repeats the step, whose evaluation or log is incomplete"
-    return run.saver.save_emergency(replaced)
-
-
-def _save_early_end(run: Run, replaced: str, *, by_stop_file: bool) -> None:
-    """Saves the state of the last step if the program was left between two steps.
+def _save_early_end(run: Run, replaced: str, *, rule_saves: bool, by_file: bool) -> str:
+    """Saves the state of the last step of a loop that was left by an exception.
 
     If the run ends within an optimizer step, an evaluation or the work of a trainer after its step,
-    a restart repeats the step. If batches were read that no step has used, only a stop file saves
-    the state before them.
+    a restart repeats the step. If batches were read that no step has used, a rule of the policy or
+    a stop file saves the state before them.
+
+    Args:
+        run: the parts of the run. The ranks that have not raised do not take part in a save.
+        replaced: see `_replaced_weights`.
+        rule_saves: whether a rule of the policy saves at this exception.
+        by_file: whether a stop file ends the run.
+
+    Returns:
+        Why nothing was saved although it was tried, or an empty string.
     """
-    _try(run, "the last step could not be counted", run.loop.count_last_step)
-    within_step = run.driver.pending_steps() or run.driver.is_interrupted()
-    if within_step or run.loop.state.has_unfinished_work:
-        return
-    can_return = run.saver.resumes_exactly and not run.step_batches.within_batch
-    if not (run.step_batches.between_steps or (can_return and by_stop_file)):
-        return
-    if not replaced:
-        has_trainer = run.loop.has_trainer
-        save = partial(run.saver.save_last, completed=False, after_loop=has_trainer)
-        _try(run, "the last state could not be saved", save)
-    elif run.progress.step != run.schedule.last_saved:
-        run.loop.warn(f"no checkpoint was saved at the end: {replaced}")
+    saver = run.saver
+    try:
+        counted = run.loop.count_last_step()
+        if rule_saves and not counted:
+            return "the exception interrupted the updates of a step"
+        if rule_saves:
+            run.loop.report_last_steps()
+        elif run.driver.pending_steps() or run.driver.is_interrupted():
+            return ""
+        if run.loop.state.has_unfinished_work:
+            return "a restart repeats the step, whose evaluation or log is incomplete"
+        if rule_saves:
+            return saver.save_emergency(replaced)
+        can_return = by_file and saver.resumes_exactly and not run.step_batches.within_batch
+        if not (can_return or run.step_batches.between_steps):
+            return ""
+        if replaced:
+            return replaced if run.progress.step != run.schedule.last_saved else ""
+        saver.save_last(completed=False, after_loop=run.loop.has_trainer)
+    except Exception as problem:  # a step in JAX that failed may have donated the state
+        return f"{type(problem).__name__}: {problem}"
+    return ""
 
 
 def _save_completed(run: Run, by: EndedBy, *, together: bool, replaced: str) -> str:
@@ -283,8 +283,8 @@ def _save_completed(run: Run, by: EndedBy, *, together: bool, replaced: str) -> 
         return "another rank has failed or has not ended its loop"
     if run.loop.state.is_complete:
         if by != "exit" and run.driver.state_is_in_place and not has_trainer:
-            load = partial(run.way_back.load_step, step)
-            _try(run, "the saved state could not be loaded again", load)
+            with _logged(run, "the saved state could not be loaded again"):
+                run.way_back.load_step(step)
         return ""
     if replaced:
         return replaced if step != run.schedule.last_saved else ""
@@ -292,8 +292,7 @@ def _save_completed(run: Run, by: EndedBy, *, together: bool, replaced: str) -> 
         # A trainer may load its best weights after its loop: the run ends with the loop.
         run.saver.save_last(completed=True, after_loop=by == "exit" or has_trainer)
     except Exception as error:
-        run.loop.warn(f"the last state could not be saved: {type(error).__name__}: {error}")
-        return "the save has failed"
+        return f"{type(error).__name__}: {error}"
     return ""
 
 
@@ -314,9 +313,10 @@ def _judge(
     step = run.progress.step
     problem = run.saver.unsaved.get(step) or problem
     if together:
-        ask = partial(run.ranks.gather, run.store.durable and bool(problem))
-        lost = _try(run, "another rank has left", ask)
-        if lost is not None and not any(lost):
+        lost = [True]
+        with _logged(run, "another rank has left"):
+            lost = run.ranks.gather(run.store.durable and bool(problem))
+        if not any(lost):
             return incomplete_run_error(run, judges_weights=not rests)
     remedy = "Remove the cause and start the program again"
     if replaced:
