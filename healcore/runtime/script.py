@@ -8,8 +8,7 @@ it for good:
     `RunStopped`, a signal, a stop file, in its loop       is closed at once, as by a block
     `healer.close()`                                       is closed as complete
     an uncaught exception (`sys.excepthook`)               is closed as by a block
-    another `start`: for the same store, or after the      is closed as at the end of the process
-    loop of this run has ended, or its Healer is dropped
+    another `start` in the same thread                     is closed as at the end of the process
     the end of the process, within a loop (`break`,        is closed early: the next start resumes
     `sys.exit()`)
     the end of the process, anywhere else                  is closed as complete
@@ -19,7 +18,7 @@ The state is saved where a loop ends or is left. What the program does with the 
 what is there when the program calls it.
 
 In an interactive session (IPython, a notebook, `python -i`) an exception of a cell ends nothing:
-the run stays open. The next `start` for the same store closes it, and resumes from it.
+the run stays open. The next `start` closes it, and for the same store resumes from it.
 """
 
 from __future__ import annotations
@@ -28,11 +27,10 @@ import atexit
 import os
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, NamedTuple, Unpack
+from typing import Unpack
 
 from healcore.core.errors import HealcoreError
 from healcore.policy import PolicyLike
@@ -43,60 +41,8 @@ from healcore.runtime.run.progress import LoopPhase
 from healcore.runtime.run.run import Run
 from healcore.runtime.run_options import HealerOptions
 
-
-class _Started(NamedTuple):
-    """A run that `start` has opened."""
-
-    run: Run
-    healer: weakref.ref[ScriptHealer[Any]]
-    """The Healer. Without it, the program cannot continue the run."""
-    thread: threading.Thread
-    """The thread that has opened the run, and trains it."""
-
-    @property
-    def is_followed(self) -> bool:
-        """Whether the program has gone on, after the loop of this run had ended by itself."""
-        healer, state = self.healer(), self.run.loop.state
-        if state.left_early or not (self.run.progress.steps_taken or state.is_complete):
-            return False
-        opened = 0 if healer is None else healer.opened_at_end
-        return opened is not None and Run.opened > opened
-
-    def _end(self, raised: BaseException | None) -> BaseException | None:
-        """The reason why the run has ended early, or None if its loop has ended by itself."""
-        requests, state = self.run.end_requests, self.run.loop.state
-        if self.run.stopping.stopped is not None:
-            return self.run.stopping.stopped
-        if self.is_followed:
-            return None
-        if raised is not None:
-            return raised
-        if requests.signal_number is not None:
-            return exit_for(requests.signal_number)
-        if not state.left_early:
-            return None
-        if requests.stop_file_found:
-            return EndRequested(requests.stop_reason)
-        return EndRequested("a program that has left its loop early")
-
-    def close(self, raised: BaseException | None = None) -> int:
-        """Closes the run unless it is closed. Returns the exit status, and prints an error of it.
-
-        Args:
-            raised: the uncaught exception of the program, or None.
-        """
-        if self.run.end is not None or os.getpid() != self.run.pid:
-            return 0
-        error = self._end(raised)
-        replacement = end_run(self.run, error, by="exit").error
-        if replacement is None or replacement is error:
-            return 0
-        print(replacement, file=sys.stderr)
-        return 1
-
-
-_started: list[_Started] = []
-"""The runs that are not known to be closed, oldest first."""
+_started: list[tuple[Run, threading.Thread]] = []
+"""The runs that are not known to be closed, oldest first, with the threads that train them."""
 _previous_hook: Callable[..., object] | None = None
 """What `sys.excepthook` was before the first `start`, or None before it."""
 
@@ -104,15 +50,11 @@ _previous_hook: Callable[..., object] | None = None
 class ScriptHealer(Healer[State]):
     """A Healer without a block: what the end of a block does, the end of a loop does."""
 
-    opened_at_end: int | None = None
-    """Number of runs of this process when the newest loop of this run had ended by itself, or
-    None."""
-
     def after_step(self, *, last: bool = False) -> bool:
         """See `Healer.after_step`."""
         rolled_back = super().after_step(last=last)
-        if last and not rolled_back:
-            self._end_loop()
+        if last and not rolled_back and self.is_open:
+            _save_at_loop_end(self._run, left=False)
         return rolled_back
 
     def _until_end(self, loop: Iterator[Item]) -> Iterator[Item]:
@@ -120,7 +62,6 @@ class ScriptHealer(Healer[State]):
 
         An exception of healcore that ends programs ends the run here.
         """
-        self.opened_at_end = None
         try:
             yield from loop
         except GeneratorExit:  # a `break`, or an exception in the body
@@ -131,13 +72,8 @@ class ScriptHealer(Healer[State]):
             if isinstance(error, HealcoreError) and not hasattr(sys, "ps1"):
                 self.close(error)
             raise
-        self._end_loop()
-
-    def _end_loop(self) -> None:
-        """A loop has ended by itself. Unless it runs in the body of another loop, the run ends."""
         if self.is_open:
             _save_at_loop_end(self._run, left=False)
-            self.opened_at_end = Run.opened
 
 
 def _save_at_loop_end(run: Run, *, left: bool) -> None:
@@ -194,7 +130,8 @@ def start(
     your own (`while`), and before you destroy a process group.
 
     In a notebook the exception of a cell does not end the process. The run stays open, and you can
-    go on with the loop. `start` for the same store closes the open run first.
+    go on with the loop. `start` closes the open run of its thread first: two runs at the same time
+    need `with healcore.Healer(...)`.
 
     Args:
         policy: as for `healcore.Healer`.
@@ -208,30 +145,38 @@ def start(
         Exception: as `healcore.Healer` and its `with` statement.
     """
     healer = ScriptHealer(policy, state=state, **options)
-    for other in [*_started]:
-        if _is_over(other, before=healer):
-            other.close()
-            _started.remove(other)
+    thread = threading.current_thread()
+    for other in [each for each in _started if each[1] is thread]:
+        _close(other[0])
+        _started.remove(other)
     _install_hooks()  # first: the main thread may end while a side thread opens its run
     healer._open()
-    _started.append(_Started(healer._run, weakref.ref(healer), threading.current_thread()))
+    _started.append((healer._run, thread))
     return healer
 
 
-def _is_over(started: _Started, before: ScriptHealer[Any]) -> bool:
-    """Whether a run is over before another one begins: it is closed, dropped, or replaced.
+def _close(run: Run, raised: BaseException | None = None) -> int:
+    """Closes a run unless it is closed. Returns the exit status, and prints an error of it.
 
-    A run is replaced by a run in the same store, and after its loop by any run, such as the next
-    fold. The ranks of a run may drop it at different times, and have to close it together.
+    Args:
+        run: a run that `start` has opened.
+        raised: the uncaught exception of the program, or None.
     """
-    healer = started.healer()
-    if started.run.end is not None:
-        return True
-    if healer is None:
-        return started.run.ranks.world == 1
-    if hasattr(sys, "ps1") or (before.store is not None and before.store == healer.store):
-        return True
-    return healer.opened_at_end is not None
+    if run.end is not None or os.getpid() != run.pid:
+        return 0
+    error = run.stopping.stopped or raised
+    if error is None and run.end_requests.signal_number is not None:
+        error = exit_for(run.end_requests.signal_number)
+    if error is None and run.progress.left_early:
+        why = "a program that has left its loop early"
+        if run.end_requests.stop_file_found:
+            why = run.end_requests.stop_reason
+        error = EndRequested(why)
+    replacement = end_run(run, error, by="exit").error
+    if replacement is None or replacement is error:
+        return 0
+    print(replacement, file=sys.stderr)
+    return 1
 
 
 def _install_hooks() -> None:
@@ -252,9 +197,9 @@ def _on_uncaught(
 ) -> None:
     """Closes the runs as their blocks would do, then prints the exception as before."""
     if not hasattr(sys, "ps1"):
-        for started in reversed(_started):
-            if started.thread is threading.current_thread():
-                started.close(error)
+        for run, thread in reversed(_started):
+            if thread is threading.current_thread():
+                _close(run, error)
     assert _previous_hook is not None
     _previous_hook(kind, error, trace)
 
@@ -262,10 +207,10 @@ def _on_uncaught(
 def _on_exit() -> None:
     """Closes the runs that are still open. Sets the exit status if a run is incomplete."""
     status = 0
-    for started in reversed(_started):
-        if started.thread is not threading.current_thread() and not started.thread.daemon:
-            started.thread.join()  # Python waits for it in any case, but only later
-        status = started.close() or status
+    for run, thread in reversed(_started):
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()  # Python waits for it in any case, but only later
+        status = _close(run) or status
     if status:
         # Python has chosen the status already. The other handlers run first.
         atexit._run_exitfuncs()
