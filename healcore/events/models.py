@@ -204,7 +204,7 @@ class EventRecord(_EventsModel):
     )
     rank: Int = _maybe("Rank of this process in the run.")
     world: Int = _maybe("Number of processes of the run.")
-    of_ranks: Objects = _maybe("Observations of each process, or its reason to end.")
+    of_ranks: Objects = _maybe("Observations of each process.")
     ending: Annotated[Ending, Field(strict=False)] = _maybe("How the process ended.")
     resumes: bool = _maybe("The run continues from checkpoints of an earlier process.")
     incidents: Int = _maybe("Incidents so far.")

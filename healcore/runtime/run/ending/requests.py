@@ -180,17 +180,12 @@ class EndRequests:
         """
         if self._vote_at is None or step < self._vote_at:
             return
-        exits: list[BaseException] = []
-        of_ranks = []
+        self.ends_together = True
         for rank, requests in enumerate(self._ranks.gather(self._proposals)):
             for request in requests:
-                exits.append(exit_for(request))
-                why = getattr(exits[-1], "why", f"signal {request}")
-                of_ranks.append({"rank": rank, "why": why})
-        reasons = ", ".join(f"rank {each['rank']}: {each['why']}" for each in of_ranks)
-        log.note(step, f"the ranks end together ({reasons:.500})", of_ranks=of_ranks)
-        self.ends_together = True
-        raise exits[0]
+                name = request if isinstance(request, str) else signal.Signals(request).name
+                log.note(step, f"the ranks end together, as rank {rank} was asked to: {name:.500}")
+                raise exit_for(request)
 
     # -- signals --------------------------------------------------------------------------------
 
