@@ -105,9 +105,9 @@ class Respond(NamedTuple):
         do = ["skip"]
     """
 
-    to: Annotated[tuple[_Cause, ...], Strict(strict=False)]
+    to: Annotated[tuple[_Cause, ...], Strict(strict=False), Field(min_length=1)]
     """Causes to which the rule responds. A cause of a detector needs the table of its detector."""
-    do: Annotated[tuple[_Action, ...], Strict(strict=False)]
+    do: Annotated[tuple[_Action, ...], Strict(strict=False), Field(min_length=1)]
     """Actions of the rule."""
     when: When = When()
     """When the rule fires."""
@@ -119,9 +119,6 @@ class Respond(NamedTuple):
 
     def conflicts(self) -> Iterator[Conflict]:
         """Yields mixed kinds of causes, actions that do not fit, and conditions without effect."""
-        for name, example in (("to", "nonfinite"), ("do", "skip")):
-            if not getattr(self, name):
-                yield (name,), "a non-empty list", f'{name} = ["{example}"]'
         for i, cause in enumerate(self.to):
             _, allowed = FAULTS.get(cause, (None, (SKIP, *ACTIONS)))
             if (cause in FAULTS) != self.for_faults:

@@ -109,15 +109,9 @@ def dotted(parts: Path) -> str:
     for part in parts:
         if isinstance(part, int):
             key += f"[{part}]"
-            continue
-        name = part
-        bare = part.replace("_", "").replace("-", "")
-        if not (bare.isascii() and bare.isalnum()):  # TOML needs quotes
-            name = show_value(part)
-        if key:
-            key += "."
-        key += name
-    return key
+        else:
+            key += f".{part}"
+    return key.removeprefix(".")
 
 
 @functools.cache
