@@ -80,7 +80,7 @@ class OptimizerNumbers:
         """The values that the program gave to the optimizer at the steps since `hold`.
 
         Returns:
-            Name -> range, for example `optimizer.weight_decay` for the first group, or
+            Name -> range, for example "optimizer.weight_decay" for the first group, or
             `optimizer[1].betas[0]` for the second. Values that were replaced because they are held
             are not included.
         """

@@ -207,7 +207,7 @@ def part_weights(pieces: list[Any], count: Count) -> list[float]:
 
     Args:
         pieces: the parts, from `split`.
-        count: see `Count`. Labels of -100 do not count, as in torch's `cross_entropy`.
+        count: see `Count`. Labels of -100 do not count, as in torch's cross-entropy.
 
     Returns:
         The shares, with sum 1. By samples if nothing is counted in any part.
