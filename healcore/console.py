@@ -1,8 +1,9 @@
 """Writes the lines that a user reads: logs or prints them, and formats the words in them.
 
 Lines go to the logger `healcore`, or to standard error if no logging is set up. healcore never
-changes handlers, levels or propagation of loggers. Lines have the prefix `healcore:`. A
-`logging.basicConfig()` without arguments counts as no setup: absl makes this call for Orbax.
+changes handlers, levels or propagation of loggers. Lines have the prefix `healcore:`, unless each
+handler's format has the logger's name. A `logging.basicConfig()` without arguments counts as no
+setup, because absl makes this call for Orbax.
 """
 
 from __future__ import annotations
@@ -53,12 +54,16 @@ def stacklevel_of_program() -> int:
 
 
 def _log(level: int, line: str, console: Console = "auto") -> None:
-    line = f"healcore: {clean(line)}"
+    line = clean(line)
     handlers = _handlers()
     if handlers:
-        _logger.log(level, "%s", line, stacklevel=2)
+        formats = [getattr(each.formatter, "_fmt", None) or "" for each in handlers]
+        prefix = "healcore: "
+        if all("(name)" in each or "{name" in each for each in formats):
+            prefix = ""
+        _logger.log(level, "%s%s", prefix, line, stacklevel=2)
     if console is True or (console == "auto" and not handlers and _is_enabled(level)):
-        _print(line)
+        _print(f"healcore: {line}")
 
 
 info = partial(_log, logging.INFO)

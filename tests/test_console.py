@@ -40,7 +40,7 @@ PRINTED = ["healcore: begun", "healcore: trouble"]
         ("logger.setLevel(logging.WARNING)", ["healcore: trouble"]),
         ("logger.propagate = False", PRINTED),
         ("logging.disable()", []),
-        ("logging.basicConfig(format='%(name)s|%(message)s')", ["healcore|healcore: trouble"]),
+        ("logging.basicConfig(format='%(name)s|%(message)s')", ["healcore|trouble"]),
         ("logging.basicConfig(format='%(message)s', level='INFO')", PRINTED),  # nothing names it
     ],
 )
@@ -52,7 +52,7 @@ def test_console_true_prints_beside_a_file_and_false_prints_nothing(tmp_path: Pa
     file = tmp_path / "run.log"
     for mode, shown in (("auto", []), (True, PRINTED)):
         assert err(f"logging.basicConfig(filename={str(file)!r})", mode=mode) == shown
-    assert file.read_text() == "WARNING:healcore:healcore: trouble\n" * 2
+    assert file.read_text() == "WARNING:healcore:trouble\n" * 2
     assert err("", mode=False) == []
     assert err("logging.basicConfig(format='%(message)s')", mode=False) == PRINTED[1:]
     with pytest.raises(ValueError, match='console must be "auto", True or False, got 3'):

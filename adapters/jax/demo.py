@@ -23,7 +23,8 @@ def train(
     for layer, (rows, columns) in enumerate([(8, 64), (64, 64), (64, 1)]):
         normal = jax.random.normal(jax.random.key(layer), (rows, columns))
         params |= {f"w{layer}": normal / rows**0.5, f"b{layer}": jnp.zeros(columns)}
-    tx = protect(optax.inject_hyperparams(optax.adamw)(learning_rate=rates[0]), policy)
+    rate_of = jnp.asarray(rates, jnp.float32).__getitem__
+    tx = protect(optax.inject_hyperparams(optax.adamw)(learning_rate=rate_of), policy)
 
     @jax.jit
     def loss_fn(state: Any, batch: Any) -> jax.Array:
@@ -33,15 +34,14 @@ def train(
         return jnp.mean((hidden @ params["w2"] + params["b2"] - targets) ** 2)
 
     @jax.jit
-    def step(state: Any, batch: Any, rate: float) -> Any:
+    def step(state: Any, batch: Any) -> Any:
         params, opt_state = state
         loss, grads = jax.value_and_grad(lambda params: loss_fn((params,), batch))(params)
-        opt_state = optax.tree.set(opt_state, learning_rate=rate)
         updates, opt_state = tx.update(grads, opt_state, params, value=loss)
         return optax.apply_updates(params, updates), opt_state
 
     state = (params, tx.init(params))
     with suppress(RunStopped), Healer(policy, state=state, store=store, loss_fn=loss_fn) as healer:
         for batch in healer.batches(batches):
-            state = healer.update(step(healer.state, batch, jnp.float32(rates[healer.step])))
+            state = healer.update(step(healer.state, batch))
     return float(loss_fn(state, unseen))
