@@ -84,7 +84,6 @@ def test_the_last_line_names_only_what_is_on_disk(tmp_path, monkeypatch, caplog)
         pytest.raises(LastStateNotSaved) as ended,
     ):
         train(loop_of("torch"), policy, range(40), store=tmp_path)
-    assert "it resumes from the checkpoint of step 10" in str(ended.value)
     (last_line,) = [each for each in caplog.messages if each.startswith("ended by")]
     assert last_line.endswith("; checkpoint 10 is on disk; newest known-good checkpoint: step 10")
     assert events(tmp_path, "end")[-1]["last_good"] == 10
@@ -142,7 +141,7 @@ def test_a_state_that_becomes_unsavable_costs_checkpoints_and_not_the_run(tmp_pa
     loop.state["extra"] = SimpleNamespace(
         state_dict=lambda: {"extra": list(extra)}, load_state_dict=lambda state: None
     )
-    with pytest.raises(LastStateNotSaved, match=r"at step 30.*checkpoint of step 10"):
+    with pytest.raises(LastStateNotSaved, match=r"at step 30.*newest checkpoint"):
         train(loop, rules(), range(30), store=tmp_path, before=spoil)
     assert "no plain form" in events(tmp_path, "save_failed")[0]["problem"]
     assert "not saved" in postmortems(tmp_path)[0]["diagnosis"]
