@@ -81,7 +81,7 @@ def test_the_last_line_names_only_what_is_on_disk(tmp_path, monkeypatch, caplog)
     policy = policies.load("default", rollback={"probation": 5})
     with (
         caplog.at_level(logging.WARNING, logger="healcore"),
-        pytest.raises(LastStateNotSaved) as ended,
+        pytest.raises(LastStateNotSaved),
     ):
         train(loop_of("torch"), policy, range(40), store=tmp_path)
     (last_line,) = [each for each in caplog.messages if each.startswith("ended by")]
