@@ -11,8 +11,7 @@ the program owns its loop too, and needs no integration.
 
 What several integrations use:
 
-    hook     `TrainerHook`, which the callbacks share, and `patched`
-    options  checks the arguments of an integration
+    hook  `TrainerHook`, which the callbacks share, and `patched`
 
 The docstring of each folder lists the private names of its library.
 """

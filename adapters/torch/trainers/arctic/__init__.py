@@ -1,10 +1,9 @@
 """Heals the trainers of ArcticTraining, which train a DeepSpeed engine.
 
-callbacks  the entry point `arctic_callbacks`
-epochs     passes the Healer's batches to the trainer, epoch by epoch
+callbacks  the entry point `arctic_callbacks`, and the epochs with the Healer's batches
 
-ArcticTraining has callbacks, and all names that healcore uses are public. So this folder has no
-`trainer_internals`.
+ArcticTraining has callbacks, and all names that healcore uses are public. So this folder has
+no table of private names.
 """
 
 from __future__ import annotations

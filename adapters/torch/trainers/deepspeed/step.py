@@ -17,8 +17,6 @@ from healcore.torch.measurement import (
     Measurer,
     Overflows,
 )
-from healcore.torch.trainers.deepspeed import trainer_internals as internals
-from healcore.torch.trainers.deepspeed.trainer_internals import DeepSpeedEngine
 
 
 class DeepSpeedMeasurer(Measurer):
@@ -34,16 +32,15 @@ class DeepSpeedMeasurer(Measurer):
 
     may_clip_as_torch = False  # DeepSpeed clips by arithmetic of its own
 
-    def __init__(self, engine: DeepSpeedEngine, *args: Any) -> None:
+    def __init__(self, engine: Any, *args: Any) -> None:
         super().__init__(*args)
         self._deepspeed = engine
-        self._sharded = internals.is_sharded(engine)
+        self._sharded = is_sharded(engine)
         self.dropped = SkippedByDeepSpeed(engine)
         # Overflows are normal under a dynamic loss scale. Otherwise the gradients are not finite.
-        max_overflows = 0
-        if internals.searches_loss_scale(engine):
-            max_overflows = MAX_OVERFLOWS
-        self.overflows = Overflows(self.home, max_overflows)
+        owner = getattr(engine.optimizer, "loss_scale_config", None) or engine.optimizer
+        is_dynamic = getattr(owner, "dynamic_loss_scale", False)
+        self.overflows = Overflows(self.home, MAX_OVERFLOWS if is_dynamic else 0)
 
     def measure(self, *args: Any, **kwargs: Any) -> Measurement:
         """Measures a step as `Measurer.measure` does, with DeepSpeed's norm under ZeRO.
@@ -58,7 +55,10 @@ class DeepSpeedMeasurer(Measurer):
         measured = super().measure(*args, **kwargs)
         if not self._sharded:
             return measured
-        norm = torch.as_tensor(internals.global_norm(self._deepspeed), dtype=torch.float32)
+        # Reduced over the ranks, without the loss scale, before clipping. The norm that the engine
+        # returns is one step behind.
+        norm = self._deepspeed.optimizer._global_grad_norm
+        norm = torch.as_tensor(norm, dtype=torch.float32)
         norm = gradients.to_device(norm, self.home)
         norm = norm.masked_fill(norm < 0, math.nan)  # DeepSpeed sets -1 if it is not finite
         return measured._replace(signals=measured.signals._replace(grad_norm=norm))
@@ -77,7 +77,7 @@ class SkippedByDeepSpeed(DroppedSteps):
         stepped: see `DroppedSteps`.
     """
 
-    def __init__(self, engine: DeepSpeedEngine) -> None:
+    def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._skipped = engine.skipped_steps
         self.stepped = False
@@ -103,12 +103,12 @@ class DeepSpeedStep(HealedStep):
 
     may_reset_moments = False  # DeepSpeed refers to the moment tensors
 
-    def __init__(self, engine: DeepSpeedEngine, adopted_limit: float | None, *args: Any) -> None:
+    def __init__(self, engine: Any, adopted_limit: float | None, *args: Any) -> None:
         super().__init__(*args)
         self.adopted_limit = adopted_limit
         self._first = gradients.parameters(self.optimizer)[0]
         self._group_decision: EnforcedDecision | None = None
-        self._sharded = internals.is_sharded(engine)
+        self._sharded = is_sharded(engine)
 
     @torch.no_grad()
     def _judge(self) -> None:
@@ -128,3 +128,8 @@ class DeepSpeedStep(HealedStep):
         if self._sharded:  # a norm of a flat piece belongs to no single parameter
             measured = Measurement()
         super()._report(measured)
+
+
+def is_sharded(engine: Any) -> bool:
+    """Whether each rank's optimizer holds flat pieces of all parameters (ZeRO-1, ZeRO-2, BF16)."""
+    return hasattr(engine.optimizer, "partition_count")
