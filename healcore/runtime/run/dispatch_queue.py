@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from healcore.core.step_record import StepRecord, Why
@@ -36,7 +35,7 @@ class DispatchStart(NamedTuple):
     """Content of the batches if weights are compared on them."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepResult:
     """One step whose records have been read."""
 
@@ -55,28 +54,20 @@ class StepResult:
     """Whether the dispatch asks the ranks to vote on the end, see `PendingDispatch`. Only the last
     step of a dispatch has it."""
 
-    @cached_property
-    def taken(self) -> bool:
-        """Whether an optimizer has stepped."""
-        return Why.TAKEN in [each.why for each in self.records]
-
-    @cached_property
-    def judged(self) -> bool:
-        """Whether an engine has judged the step."""
-        return any(each.judged for each in self.records)
-
-    @cached_property
-    def why(self) -> Why:
+    def __post_init__(self) -> None:
+        """Joins the records of all engines, once: a step has few calls."""
+        self.taken = self.judged = False
+        """Whether an optimizer has stepped, and whether an engine has judged the step."""
+        self.why: int = Why.TAKEN
         """Why an optimizer has not stepped, the first reason of `Why`; `TAKEN` if all have."""
-        return min((each.why for each in self.records if each.why), default=Why.TAKEN)
-
-    @cached_property
-    def causes(self) -> int:
+        self.causes = 0
         """`Cause` flags of all records."""
-        flags = 0
         for record in self.records:
-            flags |= int(record.cause)
-        return flags
+            self.taken |= not record.why
+            self.judged |= record.judged
+            self.causes |= int(record.cause)
+            if record.why and (not self.why or record.why < self.why):
+                self.why = record.why
 
 
 class DispatchQueue:
@@ -168,18 +159,14 @@ class DispatchQueue:
         shares = len(steps) == 1 or len(first.batches) != len(steps)
         for place, records in enumerate(steps):
             is_last = place == len(steps) - 1
-            batches, contents = (), ()
+            vote_requested = pending.vote_requested and is_last
+            step = StepResult(first.index + place, records, (), (), len(steps), vote_requested)
             self._batches += first.batches if shares else (first.batches[place],)
             if is_last:
                 self._contents += first.contents
             # Accumulated batches belong to the update that their gradients go into.
-            if any(each.why != Why.NOT_DUE for each in records):
-                batches, self._batches = self._batches, ()
+            if step.taken or step.why != Why.NOT_DUE:
+                step.batches, self._batches = self._batches, ()
                 if is_last:
-                    contents, self._contents = self._contents, ()
-            vote_requested = pending.vote_requested and is_last
-            self._read_steps.append(
-                StepResult(
-                    first.index + place, records, batches, contents, len(steps), vote_requested
-                )
-            )
+                    step.contents, self._contents = self._contents, ()
+            self._read_steps.append(step)

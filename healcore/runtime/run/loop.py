@@ -93,19 +93,15 @@ class Loop:
     # -- the loops of the program ---------------------------------------------------------------
 
     def next_step(self) -> int:
-        """The number of the next step; see `Healer.step`."""
-        self.restore_random_states()
-        return self.state.step + bool(self.run.driver.pending_steps())
+        """The number of the next step; see `Healer.step`.
 
-    def restore_random_states(self) -> None:
-        """Restores the random states of a checkpoint, once for a loop that reads its own batches.
-
-        Called when the program reads `Healer.step`, and between two steps. Such a loop calls
-        nothing else of the Healer before it draws its first batch. If the states were set at the
-        start of the run, the set-up of the program would draw from them.
+        Restores the random states of a checkpoint, once for a loop that reads its own batches. Such
+        a loop calls nothing else of the Healer before it draws its first batch. If the states were
+        set at the start of the run, the set-up of the program would draw from them.
         """
         if not self.run.data_state.is_restored:
             self.run.data_state.restore()
+        return self.state.step + bool(self.run.driver.pending_steps())
 
     def loss(self, batch: Any, optimizer: str | None) -> Any:
         """Calls `loss_fn` on a batch, and observes the loss; see `Healer.loss`."""
@@ -236,7 +232,8 @@ class Loop:
         run, state = self.run, self.state
         run.hang_guard.pause()
         self.unseen_steps = None
-        self.restore_random_states()
+        if not run.data_state.is_restored:
+            run.data_state.restore()
         has_stepped = state.phase in COUNTED
         if has_stepped:  # what the rest of the body has changed belongs to the step
             run.saver.keep_weight_sample()

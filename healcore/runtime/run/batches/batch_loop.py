@@ -136,7 +136,8 @@ def loop_over_batches(
     if loader is None:
         return
     # A rollback that returns to an earlier epoch of a loop over `epochs` drops the rest of this.
-    while not (loop.returns_to_epoch and loader.trains):
+    epoch_loop = run.loaders.epoch_loop
+    while epoch_loop.returns_to is None or not loader.trains:
         batch = _read(run, loader)
         if batch is _NO_BATCH:
             if loop.roll_back_at_end(loader) is not None:
