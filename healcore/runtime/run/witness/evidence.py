@@ -224,7 +224,10 @@ class ComparisonState:
         While this is true, no anchor is added and nothing is learnt as healthy: the current weights
         may be the damaged ones.
         """
-        return self.verdict is not None or any(anchor.evidence > 1 for anchor in self.anchors)
+        for anchor in self.anchors:
+            if anchor.evidence > 1:
+                return True
+        return self.verdict is not None
 
     def anchor_of(self, step: int | None) -> Anchor | None:
         """The anchor of a step, or None if its weights are not kept.

@@ -200,7 +200,7 @@ class Witness:
             A verdict if the run has to roll back, or None.
         """
         records, keeps_state = result.records, result.why == Why.STATE_KEPT
-        if not (keeps_state or any(each.judged for each in records)):
+        if not (keeps_state or result.judged):
             return None  # a micro-step of an accumulation, or an overflow at a loss scale
         if not self.is_enabled:
             return None
