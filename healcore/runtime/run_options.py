@@ -23,7 +23,7 @@ from healcore.policy import Overrides, Policy, PolicyLike, dumps
 from healcore.policy.document import Budget, Hang, IncidentTable, Retry, Rollback, SkipBatch
 from healcore.policy.loader import resolve, with_limit
 from healcore.runtime.faults.failures import Failure, failures_of
-from healcore.runtime.reporting.trackers import Selection, TrackersLike
+from healcore.runtime.reporting.trackers import TrackersLike
 from healcore.runtime.store.checkpoints import Keep
 from healcore.runtime.store.places import Places
 
@@ -452,7 +452,7 @@ class Options:
     """See `healcore.Checkpoints`."""
     logging: Logging
     """See `healcore.Logging`."""
-    trackers: tuple[Selection, ...]
+    trackers: tuple[Any, ...]
     """The trackers that were selected, not started."""
     hooks: Hooks
     """See `healcore.Hooks`."""

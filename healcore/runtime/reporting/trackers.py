@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
@@ -55,11 +55,9 @@ class Tracker(Protocol):
 
 TrackersLike: TypeAlias = str | Tracker | Sequence[str | Tracker] | None
 """The `trackers` argument of a Healer: names such as "wandb:PROJECT", and objects, or None."""
-Selection = tuple[str, Callable[[], Tracker]]
-"""Name of a requested tracker, and a function that imports its library and creates it."""
 
 
-def select(trackers: object) -> tuple[Selection, ...]:
+def select(trackers: object) -> tuple[Any, ...]:
     """Checks the argument `trackers` of a `Healer`, without importing a library.
 
     Args:
@@ -67,7 +65,7 @@ def select(trackers: object) -> tuple[Selection, ...]:
             "wandb:PROJECT" or "tensorboard:DIRECTORY", or a list of these.
 
     Returns:
-        One selection for each tracker.
+        The trackers. Those of a library import it in their `start`.
 
     Raises:
         ValueError: not a name, "name:place" or `Tracker`.
@@ -79,9 +77,9 @@ def select(trackers: object) -> tuple[Selection, ...]:
     return tuple(map(_select_one, several))
 
 
-def _select_one(tracker: object) -> Selection:
+def _select_one(tracker: object) -> Any:
     if isinstance(tracker, Tracker) and not isinstance(tracker, type):
-        return type(tracker).__name__, lambda: tracker
+        return tracker
     name = colon = place = ""
     if isinstance(tracker, str):
         name, colon, place = tracker.partition(":")
@@ -93,19 +91,19 @@ def _select_one(tracker: object) -> Selection:
     if importlib.util.find_spec(name) is None:
         message = f'trackers="{name}" needs {name}, not installed in this environment. '
         raise MissingExtraError(f"{message}Write: pip install {name}", name=name)
-    return name, lambda: CLIENTS[name](place or None)
+    return CLIENTS[name](place or None)
 
 
 class Trackers:
     """All trackers of a run. No method raises: a broken tracker must not end the training.
 
     Args:
-        selected: the requested trackers.
+        trackers: the result of `select`.
     """
 
-    def __init__(self, selected: Iterable[Selection] = ()) -> None:
-        self._selected = tuple(selected)
-        self._open: list[tuple[str, Any]] = []
+    def __init__(self, trackers: Sequence[Any] = ()) -> None:
+        self._trackers = trackers
+        self._open: list[Any] = []
         self._early: list[Mapping[str, Any]] = []
         """Events before `start`."""
         self._failed: set[str] = set()
@@ -123,16 +121,11 @@ class Trackers:
         omitted = (*ENVELOPE, *Process._fields)
         first = self._early[0] if self._early else {}
         config = {name: value for name, value in first.items() if name not in omitted}
-        for name, make_tracker in self._selected:
-            try:
-                tracker: Any = make_tracker()
-                if hasattr(tracker, "start"):
-                    tracker.start(TrackedRun(run_id, config))
-                self._open.append((name, tracker))
-            except (Exception, SystemExit) as error:  # from the import or from the client
-                self._fail(name, error)
+        for tracker in self._trackers:
+            if self._call(tracker, "start", TrackedRun(run_id, config)):
+                self._open.append(tracker)
         for event in self._early:
-            self._call("event", event)
+            self._call_all("event", event)
 
     def metrics(self, step: int, record: StepRecord, fields: Mapping[str, Any]) -> None:
         """Sends the numbers of a step.
@@ -147,37 +140,40 @@ class Trackers:
         numbers = {name: fields[name] for name in _FIELDS if name in fields}
         numbers |= {"cause": int(record.cause), "action": int(record.action)}
         values = {f"{prefix}{name}": float(number) for name, number in numbers.items()}
-        self._call("metrics", step, values)
+        self._call_all("metrics", step, values)
 
     def event(self, event: dict[str, Any]) -> None:
         """Sends an event, from `Log.write`. The first one, `start`, is the run's configuration."""
         if self._open:
-            self._call("event", event)
-        elif self._selected:
+            self._call_all("event", event)
+        elif self._trackers:
             self._early.append(event)
 
     def close(self) -> None:
         """Closes the trackers."""
-        for name, tracker in self._open:
-            if hasattr(tracker, "close"):
-                self._try(name, tracker.close)
+        self._call_all("close")
 
-    def _call(self, method: str, *arguments: Any) -> None:
-        for name, tracker in self._open:
-            self._try(name, getattr(tracker, method), *arguments)
+    def _call_all(self, method: str, *arguments: object) -> None:
+        for tracker in self._open:
+            self._call(tracker, method, *arguments)
 
-    def _try(self, name: str, call: Callable[..., object], *arguments: Any) -> None:
+    def _call(self, tracker: Any, method: str, *arguments: object) -> bool:
+        """Calls a method that the tracker may have. Logs the tracker's first failure.
+
+        Returns:
+            Whether the call succeeded.
+        """
         try:
-            call(*arguments)
+            if hasattr(tracker, method):
+                getattr(tracker, method)(*arguments)
         except (Exception, SystemExit) as error:  # some clients raise SystemExit
-            self._fail(name, error)
-
-    def _fail(self, name: str, error: BaseException) -> None:
-        """Logs the first failure of a tracker."""
-        if name not in self._failed:
-            self._failed.add(name)
-            text = f"tracker {name} fails, training continues: {type(error).__name__}: {error}"
-            self._warn(text[:1000])
+            name = type(tracker).__name__.strip("_")
+            if name not in self._failed:
+                self._failed.add(name)
+                text = f"tracker {name} fails, training continues: {type(error).__name__}: {error}"
+                self._warn(text[:1000])
+            return False
+        return True
 
 
 class TrackedRun(NamedTuple):

@@ -186,15 +186,16 @@ class IncidentMonitor:
 
         A fault is one cause in one optimizer, until `quiet_steps` steps, or the policy's own
         `alert_steps`, had no alarm with it. The first ten faults of a kind, then each power of two,
-        have a line and an alert at their first alarm, and a line at each power of ten. A cut of the
-        learning rate has a line too. After `MAX_ALARMS` alarms a fault has events only with an
-        action or a line.
+        have a line and an alert at their first alarm, and a line at each power of ten. The first
+        alarm of an incident, as after a rollback, and a cut of the learning rate have a line too.
+        After `MAX_ALARMS` alarms a fault has events only with an action or a line.
 
         Returns:
             The records of the step, with the action ALERT where an alerted fault begins.
         """
         records: list[StepRecord] = []
         last_alarms, lead = self.run.ledger.last_alarms, -1
+        is_first = incident is not None and incident.alarms == 1
         alerts: list[Cause | None] = []
         for place, record in enumerate(result.records):
             begins, few, told, has_line = Cause(0), False, False, False
@@ -211,7 +212,7 @@ class IncidentMonitor:
                 few |= alarms <= MAX_ALARMS
                 if is_logged(self._faults[fault]):
                     told = True
-                    has_line |= is_power_of_ten(alarms)
+                    has_line |= is_first or is_power_of_ten(alarms)
             action = Action(record.action)
             alert = begins
             if action & Action.ALERT and not begins:  # a rule about several steps
