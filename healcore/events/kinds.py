@@ -238,8 +238,8 @@ KINDS: dict[str, EventKind] = {
     "alarm": EventKind(
         "A step with a cause. `incident` is the number of its incident, `action` what the policy "
         "orders. Where a rule alerts on a cause that begins, `alert` names the cause, and "
-        "`severity`, `diagnosis` and `references` explain it: once in an incident; outside of "
-        "incidents at the first ten faults of each cause, then at each power of two.",
+        "`severity`, `diagnosis` and `references` explain it: at the first ten faults of each "
+        "cause, then at each power of two.",
         ("cause", "readings"),
         _alarm,
         Trait.JUDGED,
