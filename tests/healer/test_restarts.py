@@ -1,6 +1,5 @@
 """What a start after a crash must know and do. All at once and with SIGKILL: test_killed.py."""
 
-import json
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -9,8 +8,7 @@ import pytest
 
 from healcore import Healer
 from healcore import policy as policies
-from tests import forked_programs
-from tests.healer.run_directory import events, postmortems
+from tests.healer.run_directory import events
 from tests.healer.simulated_kills import Crash
 from tests.healer.training_loops import (
     BOTH_FRAMEWORKS,
@@ -154,37 +152,3 @@ def test_a_restart_fills_a_dictionary_of_the_state(tmp_path):
     train_with_best(tmp_path, last=30)
     lengths = train_with_best(tmp_path)
     assert lengths[0] == 1
-
-
-CLIPPING = """
-import json, os, sys, torch
-from healcore import Healer, Logging
-
-store, clip, metrics, killed_at = sys.argv[1], *map(json.loads, sys.argv[2:])
-torch.manual_seed(0)
-model = torch.nn.Linear(2, 1)
-state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 1e-3)}
-batches = [torch.randn(8, 2) + 9 for _ in range(40)]
-batches[7] = batches[7] * float("nan")
-with Healer(state=state, store=store, clip=clip, logging=Logging(metrics=metrics)) as healer:
-    for batch in healer.batches(batches):
-        loss = model(batch).square().mean()
-        healer.observe(loss)
-        loss.backward()
-        state["optimizer"].step()
-        state["optimizer"].zero_grad()
-        if healer.step == killed_at:
-            os.kill(os.getpid(), 9)
-        if healer.step == killed_at - 5:
-            healer.save()  # the lines of the metrics reach the disk
-"""
-FIXED = {"max_norm": 0.01}
-PER_TENSOR = {"kind": "adagc", "max_norm": 0.01}
-
-
-def clipping_run(store: Path, clip: dict[str, Any], metrics: str | None, *kills: int) -> list[Any]:
-    """The postmortems of a run that is killed at some steps, then completed."""
-    for killed_at in (*kills, 0):
-        given = map(json.dumps, (clip, metrics, killed_at))
-        forked_programs.run("-c", CLIPPING, store, *given)
-    return postmortems(store)
