@@ -48,10 +48,8 @@ def probe_checkpoint(path: Path, inputs: CheckpointInputs) -> Report:
     """
     if not path.exists():
         raise ProbeError(f"{path}: no such file or directory")
-    if path.is_dir():
-        for folder in (path, *path.iterdir()):
-            if manifest.step_of(folder) is not None:
-                return _probe_store(path, inputs)
+    if path.is_dir() and (manifest.step_of(path) is not None or manifest.folders_of(path)):
+        return _probe_store(path, inputs)
     return _probe_other(path, inputs)
 
 
@@ -83,21 +81,16 @@ def _probe_other(path: Path, inputs: CheckpointInputs) -> Report:
 
 def _probe_store(path: Path, inputs: CheckpointInputs) -> Report:
     """Judges the checkpoints of a store, or one of them, by their manifests and digests."""
-    root = path
+    root, step = path, inputs.step
     if manifest.step_of(path) is not None:
-        root = path.parent
-
-    def is_wanted(folder: Path) -> bool:
-        is_of_step = inputs.step in (None, manifest.step_of(folder))
-        return is_of_step and path.name in (root.name, folder.name)
-
+        root, step = path.parent, manifest.step_of(path)
     saves, incomplete = manifest.scan(root)
-    damage = [each for each in incomplete if is_wanted(Path(each.path))]
+    damage = [each for each in incomplete if step in (None, each.step)]
     rows: list[dict[str, Any]] = []
     for saved, (found, *_) in zip(
         manifest.listed(saves, inputs.nonfinite_ok), saves.values(), strict=True
     ):
-        if is_wanted(Path(saved.path or "")):
+        if step in (None, saved.step):
             errors = manifest.find_damage(found)
             damage += errors
             rows.append({**saved._asdict(), "finite": saved.finite, "intact": not errors})

@@ -61,7 +61,7 @@ def open_contents(path: Path, step: int | None = None) -> Contents:
         return contents
     if not path.exists():
         raise ProbeError(f"{path}: no such file or directory")
-    if any(manifest.step_of(folder) is not None for folder in path.iterdir()):
+    if manifest.folders_of(path):
         return _open_store(path, step)
     return _open_folder(path)
 

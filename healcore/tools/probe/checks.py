@@ -60,7 +60,6 @@ class LossInputs(Inputs):
     rolling_window: int = _option(
         36, "Number of values from which level and noise are learnt.", ge=4, le=1000
     )
-    max_events: int = _option(0, "WARN if there are more events.", ge=0)
     # A curve that ends in NaN or Inf always fails.
     max_nonfinite: int = _option(0, "WARN if more values are NaN or Inf.", ge=0)
     weights: dict[LossCheck, Annotated[float, Field(ge=0)]] = _option(

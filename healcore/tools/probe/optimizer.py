@@ -38,7 +38,7 @@ Keys = tuple[str, ...]
 _TRAINING_FACTS = ("global_step", "epoch", "best_val_loss", "best_metric", "use_qlora")
 """Numbers and flags that trainers save with a checkpoint."""
 _BETA2 = 0.999
-"""Adam's beta2 if the state does not contain it, as the states of optax."""
+"""Decay of the second moments. Another value matters only between parameters of other ages."""
 _NUMBER = re.compile(r"\d+")
 _MIN_SIMILAR, _MIN_PARAMETERS = 3, 4
 _LOG_ROUNDING = np.log(1e-10)
@@ -66,7 +66,6 @@ class _Parameter:
     """The second moments, then other moments, which must also be finite."""
     step: float
     """Number of updates, NaN if unknown."""
-    beta2: float = _BETA2
     group: str = ""
     """Index of its group of parameters."""
     name: str = ""
@@ -74,9 +73,7 @@ class _Parameter:
     kind: tuple[Any, ...] = ()
     """Equal for the same parameter of similar layers; empty if unknown."""
     nonfinite: bool = False
-    """Whether any moment is NaN or Inf."""
-    negative: bool = False
-    """Whether a second moment is below 0, as no average of squares can be."""
+    """Whether any moment is NaN or Inf, or a second moment below 0, as no average of squares is."""
     dead: bool = False
     """Whether every gradient so far was exactly 0."""
     log: float = -np.inf
@@ -89,14 +86,15 @@ class _Parameter:
     def measure(self) -> None:
         """Reads the moments. Only numbers are kept, because a large model fills the memory."""
         second, *_ = values = [array.read() for array in self.arrays]
-        self.nonfinite = not all(np.isfinite(each).all() for each in values)
-        self.negative = bool((second < 0).any())
+        self.nonfinite = not (
+            np.min(second) >= 0 and all(np.isfinite(each).all() for each in values)
+        )
         self.dead = not second.any()
         # Adam's averages begin at 0. The division makes them comparable at any age (Kingma and Ba,
         # 2015, section 3).
         correction = 1.0
         if self.step > 0:
-            correction = 1 - self.beta2**self.step
+            correction = 1 - _BETA2**self.step
         mean = second[np.isfinite(second)].mean(dtype=np.float64)
         self.log = float(np.log(mean / correction))
 
@@ -153,9 +151,9 @@ def probe_optimizer(path: Path, inputs: OptimizerInputs) -> Report:
         "training": training,
         "top": (),
     }
-    for flag in ("nonfinite", "negative", "dead"):
+    for flag in ("nonfinite", "dead"):
         facts[flag] = [each.name for each in parameters if getattr(each, flag)]
-    bad = [each.name for each in parameters if each.nonfinite or each.negative]
+    bad = facts["nonfinite"]
     message = f"moments of {len(bad)} parameters are not finite or below 0: {first_of(bad)}"
     checks = [check("finite", len(bad), bad, len(bad) >= inputs.fail_nonfinite, message)]
     if step is not None and step >= inputs.min_step:
@@ -168,7 +166,7 @@ def probe_optimizer(path: Path, inputs: OptimizerInputs) -> Report:
         )
         fail = share > inputs.fail_dead or len(dead) == len(judged)
         checks.append(check("dead", share, dead, fail, message))
-        levels = [each for each in judged if np.isfinite(each.log) and not each.negative]
+        levels = [each for each in judged if np.isfinite(each.log)]
         largest = {each.layer: each.log for each in sorted(levels, key=lambda each: each.log)}
         usual = [each for each in levels if each.log - largest[each.layer] > _LOG_ROUNDING]
         if len(usual) < len(levels):
@@ -255,8 +253,7 @@ def _find_parameters(leaves: Mapping[Keys, Any]) -> Iterator[_Parameter]:
             name = leaves.get((*settings, "param_names", place), "")
             if not key.isdecimal():
                 name = key
-            beta2 = _number(leaves, _BETA2, (*settings, "betas", "1"))
-            step = _number(leaves, np.nan, (*state, "step"), (*settings, "step"))
+            step = _number(leaves, (*state, "step"), (*settings, "step"))
         elif "nu" in path:
             at = path.index("nu")
             optimizer, parameter = path[:at], path[at + 1 :]
@@ -264,23 +261,23 @@ def _find_parameters(leaves: Mapping[Keys, Any]) -> Iterator[_Parameter]:
             others = [(*optimizer, slot, *parameter) for slot in ("mu", "nu_max")]
             if others[0] not in leaves:
                 continue
-            group, beta2 = "", _BETA2
-            step = _number(leaves, np.nan, (*optimizer, "count"), (*optimizer, "count", "value"))
+            group = ""
+            step = _number(leaves, (*optimizer, "count"), (*optimizer, "count", "value"))
         else:
             continue
         arrays = [array, *(leaves[other] for other in others if other in leaves)]
-        yield _Parameter(optimizer, key, arrays, step, beta2, group, name)
+        yield _Parameter(optimizer, key, arrays, step, group, name)
 
 
-def _number(leaves: Mapping[Keys, Any], default: float, *paths: Keys) -> float:
-    """The first of some paths that has a number, or an array of one element."""
+def _number(leaves: Mapping[Keys, Any], *paths: Keys) -> float:
+    """The first of some paths that has a number, or an array of one element; NaN without one."""
     for path in paths:
         value = leaves.get(path)
         if isinstance(value, Array) and value.size == 1:
             value = value.read()[0]
         if isinstance(value, (int, float, np.number)):
             return float(value)
-    return default
+    return np.nan
 
 
 def _set_names(leaves: Mapping[Keys, Any], parameters: Sequence[_Parameter]) -> None:
@@ -297,7 +294,8 @@ def _set_names(leaves: Mapping[Keys, Any], parameters: Sequence[_Parameter]) -> 
             unnamed.setdefault((each.optimizer, each.group), []).append(each)
     for members in unnamed.values():
         members.sort(key=lambda each: int(each.key))
-        names = _match([each.shape for each in members], models)
+        shapes = [each.shape for each in members]
+        names = max((_match(shapes, model) for model in models), key=len, default={})
         for at, each in enumerate(members):
             each.name = names.get(at, "")
     for each in parameters:
@@ -329,46 +327,40 @@ def _models(leaves: Mapping[Keys, Any], optimizers: set[Keys]) -> list[dict[str,
     return list(models.values())
 
 
-def _match(
-    shapes: list[tuple[int, ...]], models: Sequence[Mapping[str, Array]]
-) -> Mapping[int, str]:
-    """Finds the names of the parameters of a group by their shapes, by index.
+def _match(shapes: Sequence[tuple[int, ...]], model: Mapping[str, Array]) -> dict[int, str]:
+    """Finds the names of the parameters of a group, by index.
 
-    A group may have only the weights of some shapes. In a model in the program's order, the weights
-    of these shapes must have the shapes of the parameters, in order. safetensors files and adapters
-    (PEFT) are sorted by name. Sorting keeps the layers and loses the order within a layer. So the
-    layers are known if there is exactly one place where the parameters have the shapes of all
-    layers, one after the other.
+    The k-th parameter of a shape is the k-th weight of this shape, if there are equally many.
     """
-    for model in models:
-        weights = {name: each.shape for name, each in model.items() if each.shape in shapes}
-        if all(each.in_order for each in model.values()) and list(weights.values()) == shapes:
-            return dict(enumerate(weights))
-        layers: dict[tuple[int, ...], list[str]] = {}
-        for name in weights:
-            numbers = tuple(map(int, _NUMBER.findall(_layer_of(name))))
-            if numbers:
-                layers.setdefault(numbers, []).append(name)
-        if len(layers) < 2:
-            continue
-        order = [layers[numbers] for numbers in sorted(layers)]
-        wanted = [Counter(weights[name] for name in names) for names in order]
-        size = len(order[0])
-        starts: list[int] = []
-        for start in range(len(shapes) - size * len(order) + 1):
-            ends = range(start, start + size * len(order), size)
-            if [Counter(shapes[at : at + size]) for at in ends] == wanted:
-                starts.append(start)
-        if len(starts) == 1:
-            found: dict[int, str] = {}
-            for at in range(size * len(order)):
-                shape = shapes[starts[0] + at]
-                names = [name for name in order[at // size] if weights[name] == shape]
-                if len(names) > 1:
-                    names = [f"{_layer_of(names[0])}.*{at % size}"]
-                found[starts[0] + at] = names[0]
-            return found
-    return {}
+    found: dict[int, str] = {}
+    for shape in set(shapes):
+        places = [at for at, each in enumerate(shapes) if each == shape]
+        names = [name for name, each in model.items() if each.shape == shape]
+        if len(names) == len(places):
+            if not all(each.in_order for each in model.values()):
+                names = _names_in_layers(names)
+            found |= zip(places, names, strict=False)
+    return found
+
+
+def _names_in_layers(names: Sequence[str]) -> list[str]:
+    """Brings the sorted names of weights of one shape into the order of the program.
+
+    safetensors files and adapters (PEFT) are sorted by name, which loses the order within a layer.
+    So the place in the layer replaces the name if a layer has several such weights. Returns an
+    empty list if it is not certain that each layer has the same weights.
+    """
+    layers = Counter(map(_layer_of, names))
+    kinds = {_NUMBER.sub("*", layer) for layer in layers}
+    if len(kinds) > 1 or "*" not in str(kinds) or len({*layers.values()}) > 1:
+        return []
+    found: list[str] = []
+    for layer in sorted(layers, key=lambda layer: list(map(int, _NUMBER.findall(layer)))):
+        same = [name for name in names if _layer_of(name) == layer]
+        if len(same) > 1:
+            same = [f"{layer}.*{place}" for place in range(len(same))]
+        found += same
+    return found
 
 
 def _layer_of(name: str) -> str:

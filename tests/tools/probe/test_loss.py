@@ -203,7 +203,7 @@ def test_each_event_begins_where_a_replay_has_its_alarm(tmp_path, rows):
     assert [event.step for event in result.facts["events"]] == onsets
     assert list(replay(logs.trace(path), "default").summary.onsets) == onsets
     (check,) = [each for each in result.checks if each.name == "instability_events"]
-    assert re.search(rf"at step {onsets[0]} for \d+ values, step {onsets[1]} for", check.message)
+    assert re.search(rf"step {onsets[0]} for \d+ values, step {onsets[1]} for", check.message)
 
 
 def test_one_high_value_is_no_event_and_high_values_again_and_again_are_one(tmp_path):

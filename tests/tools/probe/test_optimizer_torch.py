@@ -231,7 +231,7 @@ def test_second_moments_of_exactly_0_are_dead_and_not_outliers(tmp_path):
     optimizer.state[net.head.bias]["exp_avg_sq"][3] = -1e-3  # impossible
     result = probe(saved(tmp_path, net, optimizer))
     assert verdicts(result)["finite"] == "WARN"
-    assert result.facts["negative"] == ["head.bias"]
+    assert result.facts["nonfinite"] == ["head.bias"]
     for slots in optimizer.state.values():
         slots["exp_avg_sq"].zero_()
     result = probe(saved(tmp_path, net, optimizer))
