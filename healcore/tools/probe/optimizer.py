@@ -244,29 +244,25 @@ def _find_parameters(leaves: Mapping[Keys, Any]) -> Iterator[_Parameter]:
         if not isinstance(array, Array) or "float" not in array.dtype or not array.size:
             continue  # the 8-bit states of bitsandbytes are integers
         if path[-1] in ("exp_avg_sq", "state2") and "state" in path:
-            state = path[:-1]
             at = len(path) - 1 - path[::-1].index("state")
-            optimizer, key = path[:at], ".".join(state[at + 1 :])
-            group, _, place = places.get((optimizer, key), (key, "", ""))
-            settings = (*optimizer, "param_groups", *group.split("."))
-            others = [(*state, name) for name in ("exp_avg", "max_exp_avg_sq", "state1")]
-            name = leaves.get((*settings, "param_names", place), "")
-            if not key.isdecimal():
-                name = key
-            step = _number(leaves, (*state, "step"), (*settings, "step"))
+            parameter, count = path[at + 1 : -1], (*path[:-1], "step")
+            others = [(*path[:-1], slot) for slot in ("exp_avg", "max_exp_avg_sq", "state1")]
         elif "nu" in path:
             at = path.index("nu")
-            optimizer, parameter = path[:at], path[at + 1 :]
-            name = key = ".".join(parameter).removesuffix(".value")  # of flax.nnx
-            others = [(*optimizer, slot, *parameter) for slot in ("mu", "nu_max")]
-            if others[0] not in leaves:
-                continue
-            group = ""
-            step = _number(leaves, (*optimizer, "count"), (*optimizer, "count", "value"))
+            parameter, count = path[at + 1 :], (*path[:at], "count")
+            others = [(*path[:at], slot, *parameter) for slot in ("mu", "nu_max")]
         else:
             continue
+        optimizer = path[:at]
+        key = name = ".".join(parameter).removesuffix(".value")  # of flax.nnx
+        group, _, place = places.get((optimizer, key), ("", "", ""))
+        settings = (*optimizer, "param_groups", group)
+        if key.isdecimal():
+            name = leaves.get((*settings, "param_names", place), "")
+        step = _number(leaves, count, (*count, "value"), (*settings, "step"))
         arrays = [array, *(leaves[other] for other in others if other in leaves)]
-        yield _Parameter(optimizer, key, arrays, step, group, name)
+        if len(arrays) > 1:
+            yield _Parameter(optimizer, key, arrays, step, group, name)
 
 
 def _number(leaves: Mapping[Keys, Any], *paths: Keys) -> float:
