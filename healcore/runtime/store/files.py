@@ -159,12 +159,12 @@ def digest_of(path: Path, *, sync: bool = False) -> Digest:
 
 
 def sync_and_digest(folder: Path) -> dict[str, Digest]:
-    """Waits until all files below a folder are on disk, with their names.
+    """Waits until all files below a folder are on disk, with their names in folders below it.
 
     Returns:
         Relative path of each file, with "/" -> its digest, sorted by path.
     """
-    found = [folder, *sorted(folder.rglob("*"))]
+    found = sorted(folder.rglob("*"))
     folders = [each for each in found if each.is_dir()]
     paths = [each for each in found if each not in folders]
     nbytes = sum(path.stat().st_size for path in paths)

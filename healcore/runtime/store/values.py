@@ -58,8 +58,6 @@ _KINDS: dict[str, tuple[type, Callable[[Any], list[Any]], Callable[[list[Any]], 
     ),
 }
 """Name of a type -> the type, the values that it is made from, and what makes it from them."""
-_FRAMEWORK_OF_PACKAGE = {"torch": "torch", "jax": "jax", "jaxlib": "jax"}
-"""Package of a class -> framework whose adapter converts its values (`node_of`, `value_of`)."""
 
 
 def attribute(item: object, name: str) -> Any:
@@ -203,10 +201,9 @@ def framework_node(_: Path, value: Any) -> Node | None:
     elif isinstance(value, np.generic):
         tag, content = "number", pack_array(value)
     else:
-        package = type(value).__module__.partition(".")[0]
-        if package not in _FRAMEWORK_OF_PACKAGE:
+        tag = type(value).__module__.partition(".")[0].removesuffix("lib")  # jaxlib
+        if tag not in ("torch", "jax"):
             return None
-        tag = _FRAMEWORK_OF_PACKAGE[package]
         content = adapter_registry.find(tag, "plain_values").node_of(value)
     return None if content is None else {tag: content}
 
