@@ -41,8 +41,7 @@ FIRST = {
 """Public module -> the symbols that most programs need, which come before the others."""
 TYPES = {
     "healcore.runtime.healer": ["State"],
-    "healcore.runtime.store.places": ["Places"],
-    "healcore.runtime.store.store": ["Root", "Roots"],
+    "healcore.runtime.store.store": ["Places", "Root", "Roots"],
     "healcore.runtime.reporting.trackers": ["TrackersLike"],
     "healcore.runtime.run_options": [
         "AttachOptions",

@@ -38,7 +38,7 @@ from healcore.runtime.run_options import (
     Logging,
     Options,
 )
-from healcore.runtime.store.places import Places, checked_places
+from healcore.runtime.store.store import Places, checked_places
 
 Item = TypeVar("Item")
 """The type of what a loop yields: a batch, or the number of an epoch or a step."""

@@ -25,7 +25,7 @@ from healcore.policy.loader import resolve, with_limit
 from healcore.runtime.faults.failures import Failure, failures_of
 from healcore.runtime.reporting.trackers import TrackersLike
 from healcore.runtime.store.checkpoints import Keep
-from healcore.runtime.store.places import Places
+from healcore.runtime.store.store import Places
 
 
 class HostPolicy(NamedTuple):

@@ -2,6 +2,8 @@
 
 A save takes one copy of the state. The background inspects the copy, keeps it in memory, and writes
 it to each directory, whose files `manifest` describes. A save is known by its step and its attempt.
+One directory may be on a fast local disk, and one on a shared disk: each is a whole store, which
+commands and later runs can use alone.
 """
 
 from __future__ import annotations
@@ -544,3 +546,34 @@ def free_bytes() -> float:
         limit = int((container / "memory.max").read_text())
         found = min(found, limit - int((container / "memory.current").read_text()))
     return found
+
+
+Places = Root | Sequence[Root] | CheckpointStore | None
+"""The `store` argument of a Healer."""
+
+
+def checked_places(given: Any) -> Any:
+    """Checks the `store` argument of a Healer.
+
+    Args:
+        given: what the user has passed.
+
+    Returns:
+        A directory, a tuple of directories, a store or None.
+
+    Raises:
+        ValueError: the argument is of another type, or names a directory twice.
+    """
+    if given is None or isinstance(given, CheckpointStore):
+        return given
+    places = tuple(given) if isinstance(given, list | tuple) else (given,)
+    are_paths = [isinstance(each, str | os.PathLike) and bool(os.fspath(each)) for each in places]
+    if not are_paths or not all(are_paths):
+        raise ValueError(
+            "store is a path, a list of paths, a store or None, as in "
+            f'store=["/local/run", "/shared/run"], not {given!r}'
+        )
+    if len({Path(each).resolve() for each in places}) < len(places):
+        raise ValueError(f"the directories of a list are different ones, and here {given!r}")
+    first, *others = places
+    return places if others else first

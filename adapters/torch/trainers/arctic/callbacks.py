@@ -18,7 +18,7 @@ from healcore.core.errors import AttachError
 from healcore.policy import PolicyLike
 from healcore.runtime.run.ending.exits import EndRequested
 from healcore.runtime.run_options import TrainerOptions
-from healcore.runtime.store.places import Places
+from healcore.runtime.store.store import Places
 from healcore.torch.trainers.deepspeed import engine_state
 from healcore.torch.trainers.hook import TrainerHook
 

@@ -32,7 +32,7 @@ from healcore.runtime.data.random_states import isolated
 from healcore.runtime.faults.classification import classify
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.run_options import LOGGING, TrainerOptions
-from healcore.runtime.store.places import Places
+from healcore.runtime.store.store import Places
 from healcore.torch.attachment import Healing, attach, unwrapped
 from healcore.torch.gradients import parameters
 from healcore.torch.store import MemoryStore

@@ -17,7 +17,7 @@ from healcore.core.errors import AttachError
 from healcore.policy import PolicyLike
 from healcore.policy.loader import can_apply_limit, with_limit
 from healcore.runtime.run_options import TrainerOptions
-from healcore.runtime.store.places import Places
+from healcore.runtime.store.store import Places
 from healcore.runtime.trainer_access import TrainerAccess, trainer_access_of
 from healcore.torch.trainers.hook import TrainerHook, newest_step, patched
 from healcore.torch.trainers.lightning.fit import (
