@@ -26,7 +26,6 @@ from healcore.runtime.data.positions import DataError
 from healcore.runtime.data.random_states import (
     RandomStates,
     generator_states,
-    isolated,
     random_states,
     set_generator_states,
     set_random_states,
@@ -75,6 +74,8 @@ class Reader:
         loader: the user's loader.
         obstacle: why the loader cannot be rewound, or an empty string: a short reason, and after a
             colon what to write instead.
+        first: the batches of the first epoch, if it has begun already because the iterator had to
+            be examined. Otherwise None.
 
     Attributes:
         kind: name in positions, because a state fits only loaders of the same kind.
@@ -87,13 +88,17 @@ class Reader:
     replays = False
     begins_alone = True
 
-    def __init__(self, loader: Any, *, obstacle: str = "") -> None:
+    def __init__(
+        self, loader: Any, *, obstacle: str = "", first: Iterator[Any] | None = None
+    ) -> None:
         self.loader = loader
         self.obstacle = obstacle
+        self._first = first
 
     def begin(self) -> Iterator[Any]:
         """Begins an epoch, and returns its batches."""
-        return iter(self.loader)
+        first, self._first = self._first, None
+        return iter(self.loader) if first is None else first
 
     def state(self, index: int | None, *, newest: bool) -> ReaderState | None:
         """The state before a batch of this epoch, or None if it is unknown.
@@ -135,18 +140,19 @@ class StatefulReader(Reader):
     Args:
         loader: the user's loader.
         names: the methods that return the state and set it.
-        of_iterator: whether the iterators of the loader have them.
+        first: the iterator of the first epoch if iterators have the state, else None. The state is
+            set on the existing iterator: a new one could shuffle in another way.
     """
 
     def __init__(
-        self, loader: Any, names: tuple[str, str] = _STATE, *, of_iterator: bool = False
+        self, loader: Any, names: tuple[str, str] = _STATE, first: Iterator[Any] | None = None
     ) -> None:
-        super().__init__(loader)
+        super().__init__(loader, first=first)
         self._get, self._set = names
-        self._of_iterator = of_iterator
-        self.kind = "iterator" if of_iterator else "loader"
-        self._owner = loader
-        self._generators = [] if of_iterator else generators_of(*samplers_of(loader))
+        self._of_iterator = first is not None
+        self.kind = "iterator" if self._of_iterator else "loader"
+        self._owner = first if self._of_iterator else loader
+        self._generators = [] if self._of_iterator else generators_of(*samplers_of(loader))
 
     def begin(self) -> Iterator[Any]:
         """Begins an epoch with a new iterator."""
@@ -164,14 +170,13 @@ class StatefulReader(Reader):
 
     def resume(self, state: ReaderState, index: int) -> tuple[Iterator[Any] | None, int]:
         """Sets the state. After an end, the next `iter` begins the next epoch."""
-        if self._of_iterator:
-            self.begin()
+        self._first = None
         getattr(self._owner, self._set)(state["own"])
-        batches = self._owner if self._of_iterator else iter(self.loader)
-        set_generator_states(self._generators, state["random"])  # after iter(), which draws
-        if state["index"] is None:
-            return None, 0
-        return batches, state["index"]
+        batches, index = None, state["index"]
+        if index is not None or self._generators:  # iter() draws, or ends the epoch
+            batches = self._owner if self._of_iterator else iter(self.loader)
+        set_generator_states(self._generators, state["random"])
+        return (None, 0) if index is None else (batches, index)
 
 
 class IndexReader(Reader):
@@ -324,7 +329,8 @@ def reader_for(loader: Any) -> Reader:
     """Chooses the reader of a loader by its kind. A loader may be its own reader.
 
     Args:
-        loader: the user's loader. To see whether its iterators have a state, one is made.
+        loader: the user's loader. If only its iterator can have a state, the first epoch begins
+            here, which may draw random numbers.
     """
     from healcore.runtime.data.torch_reader import TorchReader, is_replayable
 
@@ -342,13 +348,13 @@ def reader_for(loader: Any) -> Reader:
         return Reader(loader, obstacle=obstacle)
     if isinstance(loader, Sequence) or not hasattr(loader, "__iter__"):
         return IndexReader(loader)
-    if not is_type(loader, "torch.utils.data", "DataLoader"):  # one with workers is expensive
-        with isolated():
-            iterator = iter(loader)
+    first = None
+    if not is_type(loader, "torch.utils.data", "DataLoader"):
+        first = iter(loader)
         for names in (("get_state", "set_state"), _STATE):
-            if _has_methods(iterator, *names):
-                return StatefulReader(loader, names, of_iterator=True)
-    return Reader(loader, obstacle=obstacle)
+            if _has_methods(first, *names):
+                return StatefulReader(loader, names, first)
+    return Reader(loader, obstacle=obstacle, first=first)
 
 
 def _has_methods(thing: object, *names: str) -> bool:

@@ -69,8 +69,8 @@ class SourceCursor(Cursor):
         left_by_break: whether a `break` has followed the last batch. What the program does then may
             still belong to the batch.
         trains: whether a step has used its batches.
-        continues: whether the newest pass continues at a saved position. The move to it may have
-            drawn random numbers.
+        was_moved: whether the newest pass continues at a saved position, to which the loader was
+            moved. The move may have drawn random numbers.
         substitute: the batch that replaces an unreadable batch, with several ranks.
     """
 
@@ -82,7 +82,7 @@ class SourceCursor(Cursor):
         self.first = self.since = 0
         self.start: SavedPosition = {}
         self.in_loop = self.in_use = self.left_by_break = False
-        self.trains = self.continues = False
+        self.trains = self.was_moved = False
         self.substitute: Any = None
 
     @property
@@ -311,15 +311,6 @@ class Sources:
         return next((cursor for cursor in cursors if cursor is not None), None)
 
     @property
-    def next_id(self) -> BatchId:
-        """The next batch of the source without a name, which a trainer reads."""
-        source = self._source("")
-        cursor = source.current or source.trained
-        if source.awaited is not None:
-            return place_of(source.awaited)
-        return BatchId(0, 0) if cursor is None else cursor.next_id
-
-    @property
     def place(self) -> BatchId:
         """Epoch and index of the batch in use, or between two batches of the next batch.
 
@@ -424,14 +415,14 @@ class Sources:
             cursor.abandon()  # a `break` has left the rest of the pass
             cursor.next_id = BatchId(first, 0)
         cursor.read_epochs(first, epochs)
-        cursor.first, cursor.in_loop, cursor.continues = first, True, saved is not None
+        cursor.first, cursor.in_loop, cursor.was_moved = first, True, False
         cursor.place, source.current = place, cursor
         cursor.start = cursor.start or cursor.position()
         if evaluates:
             cursor.skipped_batch_ids = set()
         if saved is not None:
             self._take_over(source, cursor, saved)
-        if self.last_trained is None or cursor.continues:
+        if self.last_trained is None or cursor.was_moved:
             self.last_trained = cursor  # `place` is of the loader that continues
         why = cursor.obstacle
         if why and why not in self._forward:
@@ -462,6 +453,7 @@ class Sources:
             cursor.abandon()
         source.awaited, length = None, cursor.length
         source.is_short = length is not None and place.index > length > 0
+        cursor.was_moved = not cursor.obstacle or cursor.next_id.index > 0
         if place > (0, 0):
             self._note_training(cursor)
 

@@ -1,5 +1,7 @@
 """Loaders that cannot be rewound, that raise, or that report wrong positions."""
 
+import random
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler, Sampler
@@ -275,3 +277,18 @@ def test_a_value_that_is_no_position(position):
     with pytest.raises(DataError, match="position"):
         cursor.seek(position)
     assert [batch for _, batch in take(cursor)] == [2, 3]
+
+
+class Counting:
+    """Draws an order of its own in each `__iter__`, from their number."""
+
+    epoch = 0
+
+    def __iter__(self):
+        self.epoch += 1
+        return iter(random.Random(self.epoch).sample(range(5), 5))
+
+
+def test_each_epoch_of_a_loader_begins_once():
+    alone = Counting()
+    assert [batch for _, batch in take(Cursor(Counting(), epochs=2))] == [*alone, *alone]

@@ -189,8 +189,8 @@ def _begin(
         elif not any(each.in_use for each in loaders):
             random_states.begin_pass(ended=True)
         return None
-    if loader.continues:
-        random_states.restore()  # the move to the position has drawn
+    if loader.was_moved:
+        random_states.restore()  # a move has drawn; an epoch that begins keeps its draws
     while loaders.notices:
         run.log.note(run.progress.step, f"data: {loaders.notices.pop(0)}")
     if trained:  # what the code before this pass has changed
