@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from pydantic import ConfigDict
 
 from healcore.runtime.data import BatchId
 from healcore.runtime.driver import NumberRange
 
+T = TypeVar("T")
+
 SavedRate: TypeAlias = dict[str, Any]
 """The learning-rate part of an engine state: multiplier, ceiling and cuts, as JSON-safe values."""
 
 
 class Held(NamedTuple):
-    """A value that is held in its healthy range: a number of an optimizer, or a gradient norm.
+    """A number of an optimizer that is held in its healthy range.
 
     The optimizer uses a healthy number instead of the number that the program sets, until the
-    program sets a number within the range again. A norm leaves its range at single steps, so its
-    limit stays: larger gradients are scaled down before the update, as by clipping.
+    program sets a number within the range again.
     """
 
     bounds: NumberRange
@@ -45,60 +46,44 @@ class Envelope:
     They then end at the first healthy checkpoint."""
     numbers: dict[str, Held] = field(default_factory=dict)
     """Name, see `Driver.numbers` -> the number."""
-    norms: dict[str, Held] = field(default_factory=dict)
-    """Engine name -> the limit of its gradient norm."""
+    norms: dict[str, float] = field(default_factory=dict)
+    """Engine name -> the limit of its gradient norm. A norm leaves its range at single steps, so
+    its limit stays: larger gradients are scaled down before the update, as by clipping."""
     left_out: tuple[BatchId, ...] = ()
     """Batches that are not read."""
     frozen: tuple[int, int] | None = None
     """First and last frozen step, or None. A frozen step computes its gradient and changes no
     weights: the gradient is wrong, and nothing shows where."""
-    until: int = 0
-    """Steps done when the rollback began. Nothing is released up to this step."""
 
     def __bool__(self) -> bool:
-        return bool(self.numbers or self.norms or self.left_out or self.frozen or self.is_guess)
+        return bool(self.numbers or self.norms or self.left_out or self.frozen)
 
     def joined(self, newer: Envelope) -> Envelope:
         """What both hold. Where both hold a name, the older bounds and limits (`self`) stay."""
-        new_batches = [each for each in newer.left_out if each not in self.left_out]
         return Envelope(
-            rates=newer.rates or self.rates,
             is_guess=self.is_guess or newer.is_guess,
             numbers=newer.numbers | self.numbers,
             norms=newer.norms | self.norms,
-            left_out=(*self.left_out, *new_batches),
+            left_out=tuple(dict.fromkeys(self.left_out + newer.left_out)),
             frozen=newer.frozen or self.frozen,
-            until=max(self.until, newer.until),
         )
 
     def beyond(self, older: Envelope) -> Envelope:
         """What `older` does not hold yet, without the rates."""
-        return replace(
-            self.without_numbers(older.numbers),
-            is_guess=self.is_guess and not older.is_guess,
-            frozen=None if self.frozen == older.frozen else self.frozen,
-            norms={name: each for name, each in self.norms.items() if name not in older.norms},
+        return Envelope(
+            numbers=_without(self.numbers, older.numbers),
+            norms=_without(self.norms, older.norms),
             left_out=tuple(each for each in self.left_out if each not in older.left_out),
+            frozen=None if self.frozen == older.frozen else self.frozen,
         )
 
     def without_numbers(self, names: Collection[str]) -> Envelope:
         """A copy without the numbers of some names."""
-        kept = {name: each for name, each in self.numbers.items() if name not in names}
-        return replace(self, numbers=kept)
+        return replace(self, numbers=_without(self.numbers, names))
 
     def freezes(self, step: int) -> bool:
         """Whether a step is frozen."""
         return self.frozen is not None and self.frozen[0] <= step <= self.frozen[1]
-
-    @property
-    def number_ranges(self) -> dict[str, NumberRange]:
-        """The argument of `Driver.hold_numbers`."""
-        return {name: each.bounds for name, each in self.numbers.items()}
-
-    @property
-    def norm_limits(self) -> dict[str, float]:
-        """Engine name -> limit of the gradient norm."""
-        return {name: each.bounds.high for name, each in self.norms.items()}
 
     def sentences(self) -> list[str]:
         """What is held and where, for the line and the report of a rollback.
@@ -110,13 +95,15 @@ class Envelope:
         for name, each in self.numbers.items():
             program = "NaN or Inf" if each.outside is None else f"{each.outside:.4g}"
             lines.append(f"{name} held at {each.bounds.last:.4g}, the program sets {program}")
-        for name, each in self.norms.items():
+        for name, limit in self.norms.items():
             of = f' of "{name}"' if name else ""
-            if name.isdigit():  # the place of an optimizer in a tuple
-                of = f" of state[{name}]"
-            limit = f"{each.bounds.high:.4g}"
-            lines.append(f"gradient norm{of} kept below {limit} (it was {each.outside:.4g})")
+            lines.append(f"gradient norm{of} kept below {limit:.4g}")
         if self.frozen is not None:
             first, last = self.frozen
             lines.append(f"steps {first} to {last} are frozen: they change no weights")
         return lines
+
+
+def _without(held: dict[str, T], names: Collection[str]) -> dict[str, T]:
+    """What is held under other names."""
+    return {name: each for name, each in held.items() if name not in names}

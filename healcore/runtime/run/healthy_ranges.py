@@ -102,25 +102,19 @@ class HealthyValues:
             if math.isfinite(norm) and norm <= limits.get(name, math.inf):
                 self.norms[name] = max(norm, OLDER_NORM * self.norms.get(name, 0.0))
         for name, rate in rates.items():
-            if math.isfinite(rate):
-                known = self.rates.get(name, HealthyNumber(rate, rate, rate))
-                low, high = min(known.low, rate), max(known.high, rate)
-                self.rates[name] = known._replace(low=low, high=high)
+            _add(self.rates, name, NumberRange(rate, rate, rate), is_last=False)
 
     def add_checkpoint(self, rates: Mapping[str, float], seen: Mapping[str, NumberRange]) -> None:
-        """Adds a healthy checkpoint. Values with NaN or Inf are not learnt.
+        """Adds a healthy checkpoint.
 
         Args:
             rates: engine name -> its learning rate.
             seen: result of `Driver.numbers`.
         """
-        of_rates = {name: NumberRange(rate, rate, rate) for name, rate in rates.items()}
-        for ranges, added in ((self.rates, of_rates), (self.numbers, seen)):
-            for name, each in added.items():
-                if all(map(math.isfinite, each)):
-                    known = ranges.get(name, HealthyNumber(*each))
-                    low, high = min(known.low, each.low), max(known.high, each.high)
-                    ranges[name] = HealthyNumber(low, high, each.last, each.last - known.last)
+        for name, rate in rates.items():
+            _add(self.rates, name, NumberRange(rate, rate, rate), is_last=True)
+        for name, each in seen.items():
+            _add(self.numbers, name, each, is_last=True)
 
     def outside(
         self,
@@ -148,9 +142,7 @@ class HealthyValues:
         for of_step in norms:
             for name, norm in of_step.items():
                 if self.is_unusual_norm(name, norm):
-                    known = self.norms[name]
-                    before = limits[name].outside if name in limits else 0.0
-                    limits[name] = Held(NumberRange(0.0, known, known), max(norm, before))
+                    limits[name] = self.norms[name]
         return Envelope(numbers=numbers, norms=limits)
 
     def is_unusual_norm(self, name: str, norm: float) -> bool:
@@ -176,3 +168,20 @@ class HealthyValues:
         if known is not None and rate > known.high * RATE_TOLERANCE:
             return known.last
         return rate
+
+
+def _add(ranges: dict[str, HealthyNumber], name: str, seen: NumberRange, *, is_last: bool) -> None:
+    """Adds values of a healthy step or checkpoint to a range. NaN and Inf are not learnt.
+
+    Args:
+        ranges: name -> its range.
+        name: the name.
+        seen: lowest, highest and last value.
+        is_last: whether the last value is the value at a checkpoint.
+    """
+    if all(map(math.isfinite, seen)):
+        known = ranges.get(name, HealthyNumber(*seen))
+        known = known._replace(low=min(known.low, seen.low), high=max(known.high, seen.high))
+        if is_last:
+            known = known._replace(last=seen.last, change=seen.last - known.last)
+        ranges[name] = known

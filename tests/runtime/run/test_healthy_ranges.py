@@ -89,7 +89,7 @@ def test_what_was_learnt_after_the_better_weights_does_not_count():
     assert not later.outside({NAME: wrong}, [], 1.0)
     assert at_better.outside({NAME: wrong}, [], 1.0).numbers
     known = HealthyValues(norms={"a": 1.0})
-    assert known.outside({}, [{"a": 4096.0}], 1.0).norm_limits == {"a": 1.0}
+    assert known.outside({}, [{"a": 4096.0}], 1.0).norms == {"a": 1.0}
     assert not known.outside({}, [{"a": 3.0, "b": 9.0}], 1.0), "as usual, and unknown"
 
 

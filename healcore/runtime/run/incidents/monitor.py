@@ -16,7 +16,6 @@ from healcore.core.engine.incident import incident_causes
 from healcore.core.step_record import StepRecord, Why
 from healcore.history import Counts
 from healcore.history.run_history import MAX_ALARMS
-from healcore.runtime.data import BatchId
 from healcore.runtime.faults.failures import Severity, failures_of
 from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.journal import IncidentRecord
@@ -140,16 +139,6 @@ class IncidentMonitor:
         otherwise nothing would remind the user of an alert that was logged hours before.
         """
         return Cause(self._newest_causes) & LASTING
-
-    @staticmethod
-    def batches_of_alarms(later: list[StepResult]) -> list[BatchId]:
-        """The batches of the steps after an order, up to the last step with an alarm.
-
-        Args:
-            later: the steps that were read after the order, oldest first.
-        """
-        until = max((place for place, step in enumerate(later, 1) if step.causes), default=0)
-        return [batch for step in later[:until] for batch in step.batches]
 
     # -- events and lines -----------------------------------------------------------------------
 

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import starmap
 from typing import TYPE_CHECKING
 
-from healcore.runtime.driver import NumberRange
 from healcore.runtime.run.engine_states import limit_norms, with_rates
 from healcore.runtime.run.envelope import Envelope
 from healcore.runtime.run.healthy_ranges import RATE_TOLERANCE, HealthyValues
@@ -64,14 +62,13 @@ class Holding:
             envelope: what is held. It replaces what was held before.
             step: the next step, from which on it is held.
         """
+        driver = self.run.driver
         self.run.record.envelope = replace(envelope, rates={})
         self.freezes = envelope.freezes(step)
-        engines = with_rates(self.run.driver.engines(), envelope.rates)
-        limited = limit_norms(
-            self.run.policy.engine, engines, envelope.norm_limits, freeze=self.freezes
-        )
-        self.run.driver.load(None, limited)
-        self.run.driver.hold_numbers(envelope.number_ranges)
+        engines = with_rates(driver.engines(), envelope.rates)
+        norms = envelope.norms
+        driver.load(None, limit_norms(self.run.policy.engine, engines, norms, freeze=self.freezes))
+        driver.hold_numbers({name: each.bounds for name, each in envelope.numbers.items()})
 
     # -- healthy checkpoints --------------------------------------------------------------------
 
@@ -81,7 +78,7 @@ class Holding:
         Args:
             step: step of the checkpoint.
         """
-        run, envelope = self.run, self.envelope
+        run = self.run
         if run.journal.nonfinite_streak:
             return  # the weights may be damaged
         known, seen = run.witness.recent.healthy, broadcast(run.ranks, dict(run.driver.numbers()))
@@ -90,23 +87,26 @@ class Holding:
             rates = run.metrics.rates_in_force()
             if not run.witness.is_enabled:  # it has seen no steps
                 rates |= run.journal.rates
-        free = {name: each for name, each in seen.items() if name not in envelope.numbers}
-        known.add_checkpoint(rates, free)
+        held = self.envelope.numbers
+        known.add_checkpoint(rates, {name: seen[name] for name in seen if name not in held})
         run.record.healthy = copy.deepcopy(known)
-        if envelope and step > envelope.until:
-            self._release(step, seen)
+        if step > self._trouble_seen:
+            self._release(step)
 
-    def _release(self, step: int, seen: Mapping[str, NumberRange]) -> None:
+    @property
+    def _trouble_seen(self) -> int:
+        """Steps done when the last rollback began. Nothing is released up to this step."""
+        rollbacks = self.run.ledger.in_force
+        return rollbacks[-1].step if rollbacks else 0
+
+    def _release(self, step: int) -> None:
         """Ends what is not needed any more, and lets the limits of the norms grow."""
         run, envelope = self.run, self.envelope
-        outside = self._outside_now(seen)
-        back = [name for name in envelope.numbers if name in seen and name not in outside]
-        norms, rates = {}, {}
-        if run.witness.is_enabled:  # else nothing is known of later norms
-            lowest = run.witness.recent.lowest_norms()
-            for name, each in envelope.norms.items():
-                limit = max(each.bounds.high, lowest.get(name, 0.0))
-                norms[name] = each._replace(bounds=NumberRange(0.0, limit, limit))
+        outside = self._outside_now()
+        back = [name for name in envelope.numbers if name not in outside]
+        lowest, norms, rates = run.witness.recent.lowest_norms(), {}, {}
+        for name, limit in envelope.norms.items():
+            norms[name] = max(limit, lowest.get(name, 0.0))
         for each in reversed(run.ledger.in_force if envelope.is_guess else ()):
             if each.after.is_guess:  # in the end, the first one that has guessed a ceiling
                 rates = each.before.rates
@@ -120,9 +120,11 @@ class Holding:
         if released != envelope:
             self.hold(released, step)
 
-    def _outside_now(self, seen: Mapping[str, NumberRange]) -> dict[str, float]:
+    def _outside_now(self) -> dict[str, float]:
         """Name of a held number that is outside of its range now -> the program's value."""
-        outside = {}
+        if not self.envelope.numbers:
+            return {}
+        outside, seen = {}, broadcast(self.run.ranks, dict(self.run.driver.numbers()))
         for name, each in self.envelope.numbers.items():
             if name in seen and not each.bounds.low <= seen[name].last <= each.bounds.high:
                 outside[name] = seen[name].last
@@ -142,11 +144,9 @@ class Holding:
         Returns:
             Name -> the program's value. It is finite: NaN and Inf are never intended.
         """
-        envelope = self.envelope
-        if not envelope.numbers or not (at_end or step >= envelope.until + LASTING_STEPS):
+        if not (at_end or step >= self._trouble_seen + LASTING_STEPS):
             return {}
-        outside = self._outside_now(broadcast(self.run.ranks, dict(self.run.driver.numbers())))
-        return {name: value for name, value in outside.items() if math.isfinite(value)}
+        return {name: value for name, value in self._outside_now().items() if math.isfinite(value)}
 
     # -- troubles -------------------------------------------------------------------------------
 
@@ -162,7 +162,6 @@ class Holding:
             step: step of the snapshot.
             healthy: what was known as healthy there.
         """
-        is_suspect = trouble.cause is TroubleCause.BETTER_WEIGHTS
         rates, fact = self.run.journal.rates, RateFact.HEALTHY
         if not rates and self.run.journal.last_trained is not None:
             fact = RateFact.UNKNOWN
@@ -172,7 +171,7 @@ class Holding:
                 fact = RateFact.UNKNOWN
                 continue
             highest = known.high
-            if not is_suspect:
+            if trouble.cause is not TroubleCause.BETTER_WEIGHTS:
                 highest = known.bounds(self._intervals(trouble, step)).high
             if rate > highest * RATE_TOLERANCE:
                 fact = RateFact.HIGHER
@@ -199,16 +198,17 @@ class Holding:
             suspects = witness.recent.suspect_steps(trouble.onset, trouble.found_at)
         norms = [each.norms for each in suspects]
         found = healthy.outside(self.run.driver.numbers(), norms, self._intervals(trouble, step))
-        left_out, anchor = trouble.batches, witness.state.anchor_of(step)
-        if suspects and anchor is not None:
-            unusual = {*self._unusual_steps(trouble.onset - STEPS_BEFORE_SIGN, suspects, anchor)}
+        unusual, anchor = set[int](), witness.state.anchor_of(step)
+        if anchor is not None:
+            unusual.update(self._unusual_steps(trouble.onset - STEPS_BEFORE_SIGN, suspects, anchor))
             end = trouble.onset + STEPS_AFTER_SIGN if self.envelope.norms else 0
             for each in suspects:
-                norms_of = each.norms.items()
-                if step <= each.index < end and any(starmap(healthy.is_unusual_norm, norms_of)):
+                is_unusual = any(healthy.is_unusual_norm(*norm) for norm in each.norms.items())
+                if is_unusual and step <= each.index < end:
                     unusual.add(each.index)
-            left_out += tuple(self.run.journal.batches_of(sorted(unusual)))
-        return broadcast(self.run.ranks, replace(found, left_out=left_out))
+        batches = self.run.journal.batches_of(sorted(unusual))
+        found = replace(found, left_out=(*trouble.batches, *batches))
+        return broadcast(self.run.ranks, found)
 
     def _intervals(self, trouble: Trouble, step: int) -> float:
         """Checkpoint intervals from a snapshot to the onset of a trouble; may be a fraction."""
@@ -222,21 +222,17 @@ class Holding:
         A batch is unusual if its loss under the better weights exceeds the largest loss of the
         sampled batches of all anchors from before the step `before` by more than their range.
         """
-        witness = self.run.witness
-        sampled = {
-            step.index: step
-            for each in witness.state.anchors
-            for step in each.sample
-            if step.index < before
-        }
+        witness, sampled = self.run.witness, dict[int, TrainedStep]()
+        for each in witness.state.anchors:
+            sampled |= {step.index: step for step in each.sample if step.index < before}
         steps = [step for step in suspects if step.batches and step.index >= anchor.step]
         if len(sampled) < SAMPLE_SIZE or not steps:
             return []  # the spread of a few losses says little
-        losses = witness.losses_of([*sampled.values(), *steps], anchor)
-        if losses is None:
-            return []
+        losses = witness.losses_of([*sampled.values(), *steps], anchor) or []
         under_better = [then for _, then in losses]
         usual = under_better[: len(sampled)]
+        if not usual:
+            return []
         limit = max(usual) + (max(usual) - min(usual))
         rest = zip(steps, under_better[len(sampled) :], strict=True)
         # Written with `not`, so that a loss of NaN counts as high.

@@ -8,7 +8,6 @@ This file notices each of them, and makes a `Trouble`.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,6 @@ from healcore.runtime.reporting.nonfinite_steps import (
 )
 from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.trouble import RollbackRecord, Trouble, TroubleCause
-from healcore.runtime.run.witness.evidence import TrainedStep
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
@@ -108,9 +106,9 @@ class NonfiniteRecovery:
             result: the newest step that was read.
 
         Returns:
-            The trouble, or None if there is none yet or the batch is bad instead of the weights.
+            The trouble, or None if there is none yet.
         """
-        policy, journal = self.run.policy, self.run.journal
+        run, policy, journal = self.run, self.run.policy, self.run.journal
         streak, index = journal.nonfinite_streak, result.index
         if not streak or policy.observes:
             return None
@@ -139,44 +137,21 @@ class NonfiniteRecovery:
             return None  # a run without any finite step has nothing to go back to
         if not (policy.rolls_back and policy.rollback.confirm) or not self.weights_are_finite():
             return None  # only the policy's own rules decide
-        return self._without_finite_step(result, replace(trouble, onset=max(first - 1, 0)))
-
-    def _without_finite_step(self, result: StepResult, trouble: Trouble) -> Trouble | None:
-        """A run in which no step is finite any more although the weights are finite. Collective.
-
-        A shard of bad data looks the same, but ends, and then the run continues with sound weights.
-        So it must lose nothing by a rollback: where the data cannot be repeated, or where an
-        earlier place of this run did not change by all tries, it waits until the run would end.
-        """
-        run = self.run
-        is_sound = self._earlier_weights_are_sound(result, trouble.onset)
-        if is_sound is False:
-            return None  # the batch is bad, and not the weights
         # What the comparisons have found is surer, and a run without finite steps cannot recover.
         verdict = run.witness.verdict_now()
         if verdict is not None:
             return verdict
+        # A shard of bad data looks the same, but ends, and then the run continues with sound
+        # weights. So it must lose nothing by a rollback: where the data cannot be repeated, or
+        # where all tries have changed nothing before, it waits until the run would end.
         dead = TroubleCause.NO_FINITE_STEP
-        if not is_sound and run.journal.nonfinite_streak == STEPS_TO_REVIVE:
-            past = run.ledger.in_force
-            is_bad_data = any(each.accepts and each.trouble.cause is dead for each in past)
-            if is_bad_data or not run.recovery.repeats_batches:
-                return None
-        tries = run.ledger.same_trouble(trouble.onset)
-        return replace(trouble, cause=dead, finite=True, sound_before=not tries)
-
-    def _earlier_weights_are_sound(self, result: StepResult, onset: int) -> bool | None:
-        """Whether weights from before `onset` have a finite loss on the batch of a step.
-
-        If not, the batch is bad and not the weights. None if it is not known, as without `loss_fn`.
-        Collective.
-        """
-        witness = self.run.witness
-        earlier = [each for each in witness.state.anchors if each.step <= onset]
-        if not earlier or not result.contents:
+        past = [each for each in run.ledger.in_force if each.trouble.cause is dead]
+        is_bad_data = any(each.accepts for each in past) or not run.recovery.repeats_batches
+        if is_bad_data and streak == STEPS_TO_REVIVE:
             return None
-        losses = witness.losses_of([TrainedStep(result.index, result.contents)], earlier[-1])
-        return None if losses is None else math.isfinite(losses[0][1])
+        onset = max(first - 1, 0)
+        sound = not run.ledger.same_trouble(onset)
+        return replace(trouble, cause=dead, onset=onset, finite=True, sound_before=sound)
 
     def stop_if_never_finite(self, trouble: Trouble | None = None, *, at_end: bool = False) -> None:
         """Stops a run that trains nothing: no finite step since the start, or for many steps.
@@ -265,18 +240,14 @@ class NonfiniteRecovery:
         rollbacks = run.ledger.in_force
         if not rollbacks or run.policy.observes:
             return None  # most steps end here
-        last, arrays = rollbacks[-1], rollbacks[-1].trouble.arrays
+        last = rollbacks[-1]
         of_state = last.trouble.cause in (TroubleCause.WEIGHTS, TroubleCause.STATE)
-        if not of_state or last.trouble.exact or last.rewind_obstacle:
-            return None
+        is_repeat = last.checkpoint <= index < last.step and not last.rewind_obstacle
         loader, batches = run.step_batches.last_read, tuple(run.step_batches.last_ids)
-        is_repeat = last.checkpoint <= index < last.step
-        if not is_repeat or not batches or (loader is not None and loader.is_scan):
+        is_scan = loader is not None and loader.is_scan
+        if not (of_state and is_repeat and batches) or last.trouble.exact or is_scan:
             return None
-        if arrays:
-            finite = {*arrays}.isdisjoint(run.saver.nonfinite_in_state())
-        else:
-            finite = self.weights_are_finite()
+        finite = not run.saver.nonfinite_in_state()
         # Another batch at the same step: the step is at fault.
         if finite or any(each.trouble.exact and each.onset == index for each in rollbacks):
             return None

@@ -15,19 +15,18 @@ Where no rollback can help, the run stops (`ending/stopping.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from healcore.console import counted, first_of
-from healcore.core.decision import Action, Cause, names_of
-from healcore.events.kinds import flags_text
+from healcore.core.decision import Action, Cause
 from healcore.runtime.run import reports
 from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.envelope import Envelope
 from healcore.runtime.run.healthy_ranges import HealthyValues
 from healcore.runtime.run.rollback.nonfinite import SERIOUS
-from healcore.runtime.run.rollback.remedy import Facts, Outcome, RateFact, Remedy, remedy
+from healcore.runtime.run.rollback.remedy import Facts, Outcome, Remedy, remedy
 from healcore.runtime.run.trouble import RollbackRecord, Trouble, TroubleCause
 from healcore.runtime.store.checkpoints import NoGoodCheckpoint, StateMismatch, StoreError
 from healcore.runtime.store.ranks import broadcast
@@ -156,10 +155,8 @@ class Recovery:
         if not intended or (run.witness.state.has_evidence and not at_end):
             return None
         values = ", ".join(f"{name} of {value:.4g}" for name, value in intended.items())
-        since: list[RollbackRecord] = []
-        for each in run.ledger.in_force:
-            if since or intended.keys() & each.after.numbers.keys():
-                since.append(each)
+        in_force = run.ledger.in_force
+        since = [each for each in in_force if intended.keys() & each.after.numbers.keys()]
         others = [each for each in since if each.trouble.is_asked_for or each.onset > since[0].step]
         done = None
         if since and not others and self.repeats_batches:
@@ -198,49 +195,36 @@ class Recovery:
         Raises:
             RunStopped: the trouble stops the run, or its budget of rollbacks is exhausted.
         """
-        run = self.run
-        damage = trouble
+        run, damage, cause = self.run, trouble, Cause(trouble.flags)
         if trouble.is_asked_for:
             damage = run.nonfinite_recovery.damage_of(trouble)
-            if damage is None and self._needs_evidence(trouble):
-                return self._decline(trouble)
+        if damage is None and self._needs_evidence(trouble):
+            at = trouble.found_at
+            run.log.assessment(at, trouble.onset, "unknown", "nothing", cause=cause)
+            return None
         found = damage or trouble
         if found.action & Action.STOP:
             run.stopping.stop(self._stop_reason(found), onset=found.onset)
         if not found.action & Action.ROLLBACK:
             return None
         if damage is not None:
-            at, cause = damage.found_at, Cause(trouble.flags)
-            run.log.assessment(at, damage.onset, "damage", damage.cause.value, cause=cause)
+            by = damage.cause.value
+            run.log.assessment(damage.found_at, damage.onset, "damage", by, cause=cause)
             if run.witness.state.verdict is not None:
                 found = replace(run.witness.state.verdict, finite=damage.finite)
         return self.go_back(found, trouble.found_at)
 
     def _needs_evidence(self, trouble: Trouble) -> bool:
         """Whether an order needs evidence. Only rules need it, and not a rule that stops."""
-        is_rule = trouble.cause is TroubleCause.RULE and trouble.action & SERIOUS
-        stops = any(
-            rule.action & Action.STOP and rule.causes & trouble.flags
-            for rule in self.run.policy.engine.config.rules
-        )
-        return bool(is_rule) and not stops and self.run.policy.rollback.confirm
-
-    def _decline(self, trouble: Trouble) -> None:
-        """Declines a rollback without evidence, and logs that the run continues."""
-        why = "healcore cannot tell without loss_fn whether the model is worse"
-        if self.run.witness.is_enabled:
-            why = "no comparison shows that the weights are worse"
-        cause, at = Cause(trouble.flags), trouble.found_at
-        self.run.log.assessment(at, trouble.onset, "unknown", "nothing", cause=cause)
-        if why not in self._said:
-            self._said.add(why)
-            causes = flags_text(names_of(cause))
-            self.run.log.info(f"step {at}: no rollback for {causes}, because {why}")
+        if trouble.cause is not TroubleCause.RULE or not trouble.action & SERIOUS:
+            return False
+        for rule in self.run.policy.engine.config.rules:
+            if rule.action & Action.STOP and rule.causes & trouble.flags:
+                return False
+        return self.run.policy.rollback.confirm
 
     def _stop_reason(self, trouble: Trouble) -> str:
         """Why an order stops the run, as a clause."""
-        if trouble.arrays:
-            return reports.reason_of(trouble)
         if trouble.cause is TroubleCause.HOOK:
             return "an on_incident hook stopped it"
         engines = self.run.driver.engines().values()
@@ -248,7 +232,7 @@ class Recovery:
             return "the budget of recoveries is exhausted, and the trouble continues"
         if trouble.cause is TroubleCause.WEIGHTS:
             return "the weights have NaN or Inf"
-        return "a rule of the policy stops it"
+        return reports.reason_of(trouble)
 
     # -- the one way back -----------------------------------------------------------------------
 
@@ -279,14 +263,8 @@ class Recovery:
             steps = run.way_back.choose(trouble, depth=depth, tried=tried)
         except StoreError as error:
             return self._without_snapshot(trouble, error)
-        # The other snapshots are there in case that one is damaged.
-        among = run.witness.better_steps(trouble) or steps
-        known: dict[int, HealthyValues] = {}
-        for step, record in run.way_back.records().items():
-            if step in among and step in (steps if tries else steps[:1]):
-                known[step] = run.record.healthy.with_better(record.healthy)
-        steps, outside = self._with_unusual(trouble, steps, known)
-        facts = self._facts(trouble, tries, steps[0], replace(outside, until=index + 1), known)
+        steps, outside, known = self._unusual_since(trouble, steps, older=bool(tries))
+        facts = self._facts(trouble, tries, steps[0], outside, known)
         chosen = broadcast(run.ranks, remedy(trouble, tries, facts))
         if chosen.outcome is Outcome.STOP:
             reach = counted(self._reach, "step")
@@ -318,36 +296,35 @@ class Recovery:
                 return past[place + 1 :]
         return past
 
-    def _with_unusual(
-        self, trouble: Trouble, steps: list[int], known: Mapping[int, HealthyValues]
-    ) -> tuple[list[int], Envelope]:
+    def _unusual_since(
+        self, trouble: Trouble, steps: list[int], *, older: bool
+    ) -> tuple[list[int], Envelope, HealthyValues]:
         """Looks for a snapshot since which something new is unusual. Collective.
 
         The newest sound snapshot may already have a part of the trouble: a number that has left its
-        range before it, or a rate. An unusual norm may be a symptom of the rate, so it does not end
-        the search for one.
+        range before it.
 
         Args:
             trouble: the trouble.
             steps: steps of the snapshots, the best first.
-            known: step of each snapshot that is looked at -> what was known as healthy there.
+            older: whether to look at older snapshots too. Else they are there in case that the
+                first one is damaged.
 
         Returns:
-            The steps from this snapshot on, or all; and what was unusual.
+            The steps from this snapshot on, or all; what was unusual; and what was known as healthy
+            at the first of the steps.
         """
-        holding, found = self.run.holding, Envelope()
-        for place, step in enumerate(steps):
-            if step in known:
-                found = holding.outside(trouble, step, known[step]).beyond(holding.envelope)
+        run, records = self.run, self.run.way_back.records()
+        among = run.witness.better_steps(trouble) or steps
+        live = run.record.healthy
+        known = {step: live.with_better(each.healthy) for step, each in records.items()}
+        for place, step in enumerate(steps if older else steps[:1]):
+            if step in among and step in known:
+                found = run.holding.outside(trouble, step, known[step])
+                found = found.beyond(run.holding.envelope)
                 if found:
-                    steps = steps[place:]
-                    break
-        if trouble.cause is TroubleCause.BETTER_WEIGHTS and not (found.numbers or found.left_out):
-            for place, step in enumerate(steps):
-                values = known.get(step)
-                if values and holding.rate_fact(trouble, step, values) is RateFact.HIGHER:
-                    return steps[place:], found
-        return steps, found
+                    return steps[place:], found, known[step]
+        return steps, Envelope(), known.get(steps[0], live)
 
     def _facts(
         self,
@@ -355,7 +332,7 @@ class Recovery:
         tries: Sequence[RollbackRecord],
         step: int,
         outside: Envelope,
-        known: Mapping[int, HealthyValues],
+        known: HealthyValues,
     ) -> Facts:
         """What the table reads besides the trouble and the tries."""
         run, policy = self.run, self.run.policy
@@ -372,7 +349,7 @@ class Recovery:
             outside=outside,
             snapshot=step,
             from_start=step <= run.record.first_step,
-            rate=run.holding.rate_fact(trouble, step, known.get(step, run.record.healthy)),
+            rate=run.holding.rate_fact(trouble, step, known),
             lr_cuts=int(min(cuts)) if limits else 0,
             rollbacks_left=left,
             repeats_batches=self.repeats_batches,
@@ -420,12 +397,6 @@ class Recovery:
             RunStopped: no snapshot is usable, and the weights are damaged.
         """
         run = self.run
-        # Unread steps belong to the trouble up to their last alarm.
-        unread = run.dispatch_queue.peek_all()
-        if trouble.batches and not trouble.exact:
-            batches = tuple(run.monitor.batches_of_alarms(unread))
-            more = chosen.envelope.joined(Envelope(left_out=batches))
-            chosen = replace(chosen, envelope=more)
         try:
             done = run.way_back.roll_back(trouble, chosen, steps)
         except StoreError as error:
@@ -450,9 +421,8 @@ class Recovery:
             problem = f"{why}, but {error}; the run continues without a rollback"
             run.log.problem(run.progress.step, problem)
         if trouble.cause is TroubleCause.BETTER_WEIGHTS and trouble.finite:
-            self._keep_damage(
-                trouble, run.progress.step - 1, "nothing", "no checkpoint could be restored"
-            )
+            why = "no checkpoint could be restored"
+            self._keep_damage(trouble, run.progress.step - 1, "nothing", why)
             run.witness.pause_until(run.progress.step + 1)
 
     def _accept(
@@ -467,19 +437,15 @@ class Recovery:
         The tries are undone by a last rollback if they have held anything: the repeat differs
         without it. Otherwise the run continues where it is.
         """
-        run = self.run
+        run, cause = self.run, trouble.cause
         if any(each.accepts for each in tries):
             return None  # it was accepted before
-        if trouble.cause is TroubleCause.STATE:
+        if cause is TroubleCause.STATE:
             # A batch that was left out for the arrays stays left out: to read it again, the run
             # would have to repeat its steps once more.
             run.record.nonfinite_ok += trouble.arrays
             run.store.nonfinite_ok += trouble.arrays
-            why = "and the budget of rollbacks is exhausted"
-            if tries:
-                why = "again after a rollback"
-                if tries[-1].trouble.exact:
-                    why += f", and without the batch of step {tries[-1].onset}, which stays skipped"
+            why = "again after a rollback" if tries else "and no rollback is left"
             run.log.problem(
                 run.progress.step,
                 f"{first_of(trouble.arrays)} became NaN or Inf {why}. The run continues, and NaN "
@@ -487,11 +453,10 @@ class Recovery:
             )
             return None
         until = run.progress.step + 1
-        why = reports.why_accepted(trouble, len(tries))
-        run.ledger.accepted += trouble.cause is TroubleCause.BETTER_WEIGHTS
-        if trouble.cause is not TroubleCause.NO_FINITE_STEP:
+        run.ledger.accepted += cause is TroubleCause.BETTER_WEIGHTS
+        if cause is not TroubleCause.NO_FINITE_STEP:
             run.ledger.accepted_until = until
-            self._keep_damage(trouble, index, trouble.cause, why)
+            self._keep_damage(trouble, index, cause, reports.why_accepted(trouble, len(tries)))
         done = None
         if any(each.holds for each in tries):
             oldest = min(each.checkpoint for each in tries)

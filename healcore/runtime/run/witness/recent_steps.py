@@ -125,7 +125,7 @@ class RecentSteps:
         if not (exceeds or alarm or state.has_evidence):
             self._waiting.append(trained._replace(batches=()))
             if len(self._waiting) > UNTIL_HEALTHY:
-                old, limits = self._waiting.popleft(), self.run.record.envelope.norm_limits
+                old, limits = self._waiting.popleft(), self.run.record.envelope.norms
                 self.healthy.add_step(old.norms, old.rates, limits)
         return Signs(sign, high, is_first or is_over)
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from healcore.runtime.driver import NumberRange
-from healcore.runtime.run.envelope import Envelope, Held
+from healcore.runtime.run.envelope import Envelope
 from healcore.runtime.run.witness.evidence import Anchor, TrainedStep
 from healcore.runtime.run.witness.recent_steps import (
     MAX_KEPT,
@@ -158,7 +157,7 @@ def test_norms_while_evidence_is_pending_and_norms_that_are_not_finite_are_not_h
 
 def test_a_norm_above_a_limit_in_force_never_becomes_healthy(recent):
     add(recent, [1.0] * 100)
-    recent.run.record.envelope = Envelope(norms={"a": Held(NumberRange(0.0, 3.0, 3.0), 9.0)})
+    recent.run.record.envelope = Envelope(norms={"a": 3.0})
     add(recent, [1.0] * 100, first=100, norm=4096.0)
     add(recent, [1.0] * 100, first=200, norm=2.5)
     assert recent.healthy.norms == {"a": 2.5}
