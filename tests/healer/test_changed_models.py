@@ -207,8 +207,7 @@ def test_a_bad_batch_right_after_the_change_leads_to_no_earlier_checkpoint(kind,
     assert program.is_finite()
     assert (healer.step, healer.rollbacks) == (EPOCHS * BATCHES, 0)
     why = [each["problem"] for each in events(tmp_path, "problem")]
-    assert "the checkpoint of step 10 does not fit" in why[0], "the newest, not the oldest"
-    assert f"has changed the structure of its model at step {CHANGE}. No rollback" in why[0]
+    assert "no known-good checkpoint" in why[0]
     assert "the run continues" in why[0]
 
 
@@ -232,7 +231,7 @@ def test_damaged_weights_after_the_change_are_restored(kind, tmp_path):
 @all_kinds
 def test_damage_before_the_first_checkpoint_after_the_change_stops_the_run(kind, tmp_path):
     program = Program(kind)
-    with pytest.raises(RunStopped, match=r"step 10 does not fit.* No rollback crosses"):
+    with pytest.raises(RunStopped, match="no known-good checkpoint"):
         healed_run(program, tmp_path, before=once_at(CHANGE, lambda: poison(program)))
 
 

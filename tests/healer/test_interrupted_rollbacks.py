@@ -19,7 +19,7 @@ POINTS = [
     (CheckpointStore, "replace_record"),
     (Saver, "begin_attempt"),
     (Saver, "report_failures"),
-    (WayBack, "load_program"),
+    (WayBack, "_continue_from"),
     (Sources, "seek"),
     (files, "replace"),
 ]

@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from healcore.core.decision import Cause
@@ -144,21 +143,14 @@ class WayBack:
 
     # -- loading --------------------------------------------------------------------------------
 
-    def load_first_intact(
-        self, steps: Sequence[int], load: Callable[[SavedCheckpoint], T]
-    ) -> tuple[T, SavedCheckpoint]:
-        """Calls `load` with the first checkpoint that all ranks can load. Collective.
+    def load_first_intact(self, steps: Sequence[int]) -> SavedCheckpoint:
+        """Loads the first checkpoint that all ranks can load. Collective.
 
         A checkpoint with intact digests counts as damaged if its values cannot be loaded. If no
         checkpoint can be loaded, a part of the live state may have changed.
 
         Args:
             steps: steps of the checkpoints to try, the best first.
-            load: puts a checkpoint into the live run. It raises StateMismatch if the checkpoint
-                does not fit, and any other exception if its values are damaged.
-
-        Returns:
-            The result of `load`, and the checkpoint.
 
         Raises:
             NoGoodCheckpoint: no checkpoint of `steps` can be loaded on all ranks.
@@ -167,8 +159,9 @@ class WayBack:
         problems: list[str] = []
         for step in steps:
             try:
-                saved = self._adapted_to_world(self._on_all_ranks(step, partial(self._read, step)))
-                return self._on_all_ranks(step, partial(load, saved)), saved
+                saved = self._adapted_to_world(self._on_all_ranks(step, self._read, step))
+                self._on_all_ranks(step, self.run.driver.load, saved.state, saved.engines)
+                return saved
             except CheckpointNotFound:
                 continue
             except CheckpointDamaged as error:
@@ -177,7 +170,7 @@ class WayBack:
         reasons = "; ".join(problems) or "none of them is on every rank"
         raise NoGoodCheckpoint(f"no checkpoint of steps {list(steps)} can be restored: {reasons}")
 
-    def _on_all_ranks(self, step: int, action: Callable[[], T]) -> T:
+    def _on_all_ranks(self, step: int, action: Callable[..., T], *given: Any) -> T:
         """Reads or loads a checkpoint. If a rank fails, all ranks raise. Collective.
 
         Raises:
@@ -188,26 +181,30 @@ class WayBack:
         """
         result: Any = None
         failure: Exception | None = None
+        place = self.run.store.place or MEMORY
         try:
-            result = action()
+            result = action(*given)
         except StateMismatch as error:
             failure = replace(error, step=step)
         except Exception as error:
             failure = error
-        ends = isinstance(failure, StateMismatch | RankFailed)
-        ends = ends or (failure is not None and classify(failure).cause is Cause.OOM)
-        lacks = isinstance(failure, CheckpointNotFound)
-        outcomes = self.run.ranks.gather((ends, lacks, failure is not None))
-        if not any(fails for *_, fails in outcomes):
+            known = isinstance(error, CheckpointNotFound | CheckpointDamaged)
+            if not known and classify(error).cause is not Cause.OOM:
+                why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                text = f"holds values that healcore does not write ({why})"
+                failure = CheckpointDamaged(step, place, "its content", text)
+        severities = {type(None): 0, CheckpointNotFound: 1, CheckpointDamaged: 2}
+        severity = severities.get(type(failure), 3)
+        worst = max(self.run.ranks.gather(severity))
+        if worst == 0:
             return result
-        failure = failure or RankFailed("another rank cannot load it")
-        if any(ends for ends, *_ in outcomes) or isinstance(failure, CheckpointDamaged):
+        if failure is not None and severity == worst:
             raise failure
-        if any(lacks for _, lacks, _ in outcomes):
+        if worst == 1:
             raise CheckpointNotFound(f"a rank lacks the checkpoint of step {step}")
-        why = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
-        text = f"holds values that healcore does not write ({why})"
-        raise CheckpointDamaged(step, self.run.store.place or MEMORY, "its content", text)
+        if worst == 2:
+            raise CheckpointDamaged(step, place, "its content", "cannot be loaded by another rank")
+        raise RankFailed("another rank cannot load it")
 
     def _read(self, step: int) -> SavedCheckpoint:
         """Reads and checks a checkpoint. Malformed values raise any exception."""
@@ -245,8 +242,8 @@ class WayBack:
                     f'"{name}" was saved in {saved_by} parts, one for each rank, but the number of '
                     f"ranks is {world} now"
                 )
-        first, *others = [_places(part) for part in parts[:saved_by]]
-        if any(each != first for each in others):
+        places = [_places(part) for part in parts[:saved_by]]
+        if any(each != places[0] for each in places):
             wrong.append(f"its {saved_by} ranks were at different batches of their loaders")
         if wrong:
             raise StateMismatch(saved.step, wrong)
@@ -262,16 +259,7 @@ class WayBack:
         positions = {**parts[0], "sources": moved}
         return saved._replace(data_state=SavedDataState({}, {}, positions))
 
-    def load_program(self, saved: SavedCheckpoint, engines: Engines) -> None:
-        """Puts the program's state of a checkpoint into the live run, and nothing else.
-
-        Args:
-            saved: the checkpoint.
-            engines: engine states to load with it.
-        """
-        self.run.driver.load(saved.state, engines)
-
-    def load_step(self, step: int) -> None:
+    def load_step(self, step: int) -> SavedCheckpoint:
         """Loads the program's state of a checkpoint, without healcore's record.
 
         The engines keep their states, and no step is undone.
@@ -279,7 +267,9 @@ class WayBack:
         Args:
             step: step of the checkpoint.
         """
-        self.load_program(self._read(step), {})
+        saved = self._read(step)
+        self.run.driver.load(saved.state, {})
+        return saved
 
     # -- the one way back -----------------------------------------------------------------------
 
@@ -318,42 +308,32 @@ class WayBack:
             tried: steps of the snapshots that were restored for it. Older ones are better.
 
         Raises:
-            NoGoodCheckpoint: there is none.
-            StateMismatch: all are from before the newest change of the model's structure, and do
-                not fit.
+            NoGoodCheckpoint: there is none, or none since the newest change of the model's
+                structure.
             StoreError: the store cannot be read.
         """
-        run, onset = self.run, trouble.onset
-        saver, changes = run.saver, run.record.changes
+        run, onset, saver = self.run, trouble.onset, self.run.saver
         saver.wait()
         saver.end_probation(before=onset)
         self.find_damage()
         if trouble.better_step is not None:
             onset, tried = trouble.better_step, ()
-        initial = [run.record.first_step]
+        initial, saves = [run.record.first_step], self.listed()
         if saver.started_from is not None:
             initial.append(saver.started_from)
-        saves = fitting = self.listed()
-        if changes:  # the run with the new structure begins with the first save after the change
-            fitting = [each for each in saves if each.step > changes[-1].step and each.is_usable]
-            initial += [each.step for each in fitting[:1]]
-        among = partial(
-            choose_checkpoints,
+        for change in run.record.changes[-1:]:
+            # The run with the new structure begins with the first save after the change.
+            saves = [each for each in saves if each.step > change.step and each.is_usable]
+            initial += [each.step for each in saves[:1]]
+        chosen = choose_checkpoints(
+            saves,
             onset=onset,
             depth=depth,
             tried=tried,
             initial=initial,
             sound_until_onset=trouble.sound_before,
         )
-        try:
-            return [*among(fitting)]
-        except NoGoodCheckpoint:
-            if not changes:
-                raise
-            at = changes[-1].step
-            difference = f"the program has changed the structure of its model at step {at}"
-            advice = "No rollback crosses such a change"
-            raise StateMismatch(among(saves)[0], [difference], advice=advice) from None
+        return [*chosen]
 
     def roll_back(self, trouble: Trouble, chosen: Remedy, steps: Sequence[int]) -> RollbackRecord:
         """Restores a snapshot for a trouble, and holds an envelope.
@@ -372,30 +352,22 @@ class WayBack:
             StateMismatch: the state differs in structure from every checkpoint.
             StoreError: the store cannot be read.
         """
-        run, accepts = self.run, chosen.outcome is Outcome.ACCEPT
-        engine, live, rates = run.policy.engine, run.driver.engines(), run.driver.learning_rates()
-        lr_scale = run.metrics.lr_scale
-
-        def load(saved: SavedCheckpoint) -> Engines:
-            engines = engines_after_rollback(engine, live, saved.engines)
-            if accepts:
-                engines = with_rates(engines, chosen.envelope.rates)
-            self.load_program(saved, engines)
-            return engines
-
-        engines, saved = self.load_first_intact(steps, load)
-
-        # Hold.
+        run, engine = self.run, self.run.policy.engine
+        live, rates = run.driver.engines(), run.driver.learning_rates()
+        saved = self.load_first_intact(steps)
         own = saved.record
         own.healthy = run.record.healthy.with_better(own.healthy)
+
+        # Hold.
         before = replace(run.holding.envelope, rates=self._rates_before(live, saved))
         envelope = replace(chosen.envelope, rates={})
         at_fault: dict[str, float] = {}
         if chosen.limits_rate:
             at_fault = self._fault_rates(live, rates, own.healthy)
+        engines = engines_after_rollback(engine, live, saved.engines)
         after = limit_rates(
             engine,
-            engines,
+            with_rates(engines, chosen.envelope.rates),
             at_fault,
             run.driver.learning_rates(saved.engines),
             # No step has been trained at the rate of the very first state.
@@ -419,7 +391,7 @@ class WayBack:
         undone = run.progress.step - saved.step - lost - run.step_batches.steps_of(len({*new}))
         done = RollbackRecord(
             trouble=trouble,
-            accepts=accepts,
+            accepts=chosen.outcome is Outcome.ACCEPT,
             limits_rate=chosen.limits_rate,
             before=before,
             after=envelope,
@@ -435,7 +407,7 @@ class WayBack:
             lr_at_fault=at_fault.get(lowest),
             lr_limit=after.limits.get(lowest),
             lr_scale=after.scales.get(lowest, 1.0),
-            lr_scale_before=lr_scale,
+            lr_scale_before=run.metrics.lr_scale,
         )
         run.ledger.add_rollback(done)
         run.driver.load(None, after.engines)
@@ -504,26 +476,14 @@ class WayBack:
         Args:
             step: step of the checkpoint.
         """
-        driver = self.run.driver
-        engines = driver.engines()
-
-        def load(saved: SavedCheckpoint) -> None:
-            if driver.state_is_in_place:
-                self.load_program(saved, engines)
-
         self.run.saver.wait()
-        try:
-            _, saved = self.load_first_intact([step], load)
-        except StateMismatch as error:
-            self.run.log.problem(
-                step,
-                "the program has changed the structure of its model after a pass over the data "
-                f"that a rollback has ended early, and the change stays: {error}",
-            )
-            return
-        if saved.data_state is not None:
-            self.run.data_state.set_random_states(saved.data_state)
-            self.run.data_state.resume(saved.data_state)
+        with suppress(StateMismatch):  # a model that has changed its structure stays as it is
+            saved = self._read(step)
+            if self.run.driver.state_is_in_place:
+                self.run.driver.load(saved.state, {})
+            if saved.data_state is not None:
+                self.run.data_state.set_random_states(saved.data_state)
+                self.run.data_state.resume(saved.data_state)
 
     # -- a start --------------------------------------------------------------------------------
 
@@ -548,7 +508,7 @@ class WayBack:
         """
         run = self.run
         try:
-            weights, saved = self.load_first_intact(steps, self._load_resumed)
+            saved = self.load_first_intact(steps)
         except StateMismatch as error:
             advice = _advice_for(newest)
             raise replace(error, where=run.store.place, advice=advice) from None
@@ -556,7 +516,7 @@ class WayBack:
         run.record.continue_run(newest or own)
         run.loaders.resume_skipped(own.skipped)
         run.loaders.seek(saved.position)
-        self._continue_from(saved, own.envelope, weights)
+        self._continue_from(saved, own.envelope, self._weights_of_anchors(saved))
         epochs = [each.epoch for each in run.record.changes]
         run.loaders.epoch_loop.changed_in = max(epochs, default=None)
         # Drops the changes that the restart has made: they are not the program's.
@@ -565,18 +525,17 @@ class WayBack:
             run.schedule.last_regular = own.last_regular
         return saved.step, saved.data_state
 
-    def _load_resumed(self, saved: SavedCheckpoint) -> dict[int, Any]:
-        """Loads the state of a checkpoint of an earlier process.
+    def _weights_of_anchors(self, saved: SavedCheckpoint) -> dict[int, Any]:
+        """Step -> weights of that step, which a comparison needs, at a start.
 
-        Returns:
-            Step -> weights of that step, which a comparison needs. A checkpoint that some rank
-            cannot load is left out.
+        The other checkpoints are loaded for it, and then this one once more. A checkpoint that some
+        rank cannot load is left out.
         """
-        run, own, copies = self.run, saved.record, dict[int, Any]()
-        needed = [each.step for each in own.comparisons.anchors if run.witness.is_enabled]
-        for step in needed:
-            if step >= saved.step:
-                continue
+        run, copies = self.run, dict[int, Any]()
+        needed = {each.step for each in saved.record.comparisons.anchors}
+        if not run.witness.is_enabled:
+            return copies
+        for step in sorted(needed - {saved.step}):
             try:
                 self.load_step(step)
                 copies[step] = run.driver.copy_weights()
@@ -585,7 +544,7 @@ class WayBack:
                 run.log.event("problem", step=saved.step, problem=problem)
             if not all(run.ranks.gather(step in copies)):
                 copies.pop(step, None)
-        self.load_program(saved, saved.engines)
+        run.driver.load(saved.state, saved.engines)
         if saved.step in needed:
             copies[saved.step] = run.driver.copy_weights()
         return copies
@@ -610,6 +569,7 @@ class WayBack:
         run, before = self.run, None
         tries = run.ledger.same_trouble(onset, run.policy.rollback.probation)
         which = "the newest one before the trouble"
+        steps = [each.checkpoint for each in tries]
         if tries:
             before = tries[0].before
             which = (
@@ -618,12 +578,10 @@ class WayBack:
             )
         try:
             run.saver.wait()
-            steps = [each.checkpoint for each in tries]
             if not tries:
-                saves = run.saver.listed()
-                usable = [each.step for each in saves if each.is_usable and each.step <= onset]
-                steps = usable[-1:]
-            saved = self.records().get(min(steps, default=-1))
+                usable = [each.step for each in run.saver.listed() if each.is_usable]
+                steps = [max((step for step in usable if step <= onset), default=-1)]
+            saved = self.records().get(min(steps))
             if saved is None or run.store.trainer_save is not None or not run.store.durable:
                 return None
             self._begin_next_start(saved, before)

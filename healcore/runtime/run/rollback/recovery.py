@@ -410,8 +410,8 @@ class Recovery:
         After an error other than these two, the live state may have changed in part.
         """
         run = self.run
-        may_continue = trouble.finite and isinstance(error, NoGoodCheckpoint | StateMismatch)
-        if isinstance(error, StateMismatch) and not may_continue:
+        may_continue = isinstance(error, NoGoodCheckpoint | StateMismatch)
+        if may_continue and not trouble.finite:
             may_continue = run.nonfinite_recovery.weights_are_finite()
         if not may_continue:
             run.stopping.stop(str(error), onset=trouble.onset)
