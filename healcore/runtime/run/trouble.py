@@ -138,11 +138,9 @@ class RollbackRecord:
     rewind_obstacle: str = ""
     """Why the data continues forward, with what to write instead, or an empty string if it was
     rewound."""
-    engine: str = ""
-    """Optimizer of the next four fields: the optimizer with the lowest multiplier, preferably with
-    a limit."""
     lr: float | None = None
-    """The schedule's learning rate when the rollback began, or None if unknown."""
+    """The schedule's learning rate when the rollback began, or None if unknown. This and the next
+    three are of the optimizer with the lowest multiplier, preferably with a limit."""
     lr_at_fault: float | None = None
     """The rate that a ceiling answers, or None without a new one."""
     lr_limit: float | None = None

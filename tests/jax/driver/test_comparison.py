@@ -17,8 +17,8 @@ from healcore.jax.driver.driver import JaxDriver
 from healcore.jax.heal_state import steps_judged
 from healcore.jax.opt_state import find
 from healcore.policy import engine_of
+from healcore.runtime.run.engine_states import limit_rates
 from healcore.runtime.run.healthy_ranges import HealthyValues
-from healcore.runtime.run.rollback.rate_limits import limit_rates
 from tests.healer.run_options import grouped
 from tests.jax.bit_comparison import bits
 from tests.jax.driver.small_runs import batch as small_batch

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from healcore.policy import engine_of
 from healcore.runtime.driver import NumberRange
+from healcore.runtime.run.engine_states import limit_rates
 from healcore.runtime.run.envelope import Held
 from healcore.runtime.run.healthy_ranges import HealthyValues
-from healcore.runtime.run.rollback.rate_limits import limit_rates
 
 
 def constant(value: float) -> NumberRange:

@@ -34,12 +34,12 @@ from healcore.runtime.run.engine_states import (
     compatible_states,
     engines_after_rollback,
     engines_of_new_start,
+    limit_rates,
     rates_of,
     with_rates,
 )
-from healcore.runtime.run.envelope import Envelope, SavedRate
+from healcore.runtime.run.envelope import Envelope
 from healcore.runtime.run.healthy_ranges import HealthyValues
-from healcore.runtime.run.rollback.rate_limits import limit_rates
 from healcore.runtime.run.rollback.remedy import Outcome, Remedy
 from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.run.trouble import RollbackRecord, Trouble
@@ -359,7 +359,7 @@ class WayBack:
         own.healthy = run.record.healthy.with_better(own.healthy)
 
         # Hold.
-        before = replace(run.holding.envelope, rates=self._rates_before(live, saved))
+        before = replace(run.holding.envelope, rates=rates_of(live))
         envelope = replace(chosen.envelope, rates={})
         at_fault: dict[str, float] = {}
         if chosen.limits_rate:
@@ -402,7 +402,6 @@ class WayBack:
             lost=lost,
             why_lost=obstacle.partition(": ")[0] if lost else "",
             rewind_obstacle=obstacle,
-            engine=lowest,
             lr=rates.get(lowest),
             lr_at_fault=at_fault.get(lowest),
             lr_limit=after.limits.get(lowest),
@@ -433,16 +432,8 @@ class WayBack:
                 at_fault[name] = seen
         return broadcast(self.run.ranks, at_fault)
 
-    def _rates_before(self, live: Engines, saved: SavedCheckpoint) -> dict[str, SavedRate]:
-        """The multipliers and ceilings from before the trouble, which undoing restores.
-
-        The live multiplier may be cut already, by the step that has asked for the rollback. But a
-        checkpoint from before an earlier rollback does not know the ceilings of that rollback.
-        """
-        same = len(saved.record.ledger.rollbacks) == len(self.run.ledger.rollbacks)
-        return rates_of(saved.engines if saved.engines and same else live)
-
-    def _lost_steps(self, target: int, obstacle: str) -> int:
+            why_lost=obstacle.partition(": ")[0] if lost else "",
+            rewind_obstacle=obstacle,
         """Steps since `target` that the loop does not repeat, where the data was not rewound.
 
         A loop that counts steps takes as many steps as without the rollback, with later data.

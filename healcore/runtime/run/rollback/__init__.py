@@ -6,7 +6,6 @@
     recovery         answers each step, asks the table, and has the answer carried out
     nonfinite        notices NaN and Inf in weights, saves and steps
     holding          learns the healthy ranges, and holds what has left them
-    rate_limits      which learning rates follow a ceiling
 
 `restore` carries out what is decided here.
 """

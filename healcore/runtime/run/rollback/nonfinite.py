@@ -195,7 +195,7 @@ class NonfiniteRecovery:
         Raises:
             RunStopped: the policy stops a run for a state with NaN, or no rollback is left.
         """
-        run, journal = self.run, self.run.journal
+        run = self.run
         if at_end:
             run.saver.save_if_not_finite()
         nonfinite = run.saver.read_nonfinite()
@@ -207,8 +207,6 @@ class NonfiniteRecovery:
         first, finite = min(nonfinite), self.weights_are_finite()
         earlier = [each for each in run.saver.restorable if each < first]
         sound = max(earlier, default=0)  # the newest earlier save without NaN
-        # A skipped step does not undo changes by its forward pass.
-        unhealthy = journal.unhealthy_between(sound, first) if finite else ()
         return run.recovery.answer(
             Trouble(
                 cause=TroubleCause.STATE if finite else TroubleCause.WEIGHTS,
@@ -218,7 +216,6 @@ class NonfiniteRecovery:
                 action=int(self._action),
                 finite=finite,
                 sound_before=True,  # an earlier save has found no NaN or Inf
-                batches=tuple(journal.batches_of(unhealthy)),
                 arrays=tuple(nonfinite[first]),
             )
         )

@@ -281,20 +281,21 @@ class Recovery:
     def _tries(self, trouble: Trouble) -> list[RollbackRecord]:
         """The rollbacks for a trouble so far, oldest first.
 
-        Where alarms explain NaN in an array, where a batch that makes NaN was left out, and where
-        another change was accepted, later NaN is another trouble.
+        Where a batch that makes NaN was left out, and where another change was accepted, later NaN
+        in the weights is another trouble.
         """
         region = self.run.policy.rollback.region if trouble.is_in_budget else 0
-        past = self.run.ledger.same_trouble(trouble.onset, region)
-        if trouble.cause is TroubleCause.STATE:
-            if trouble.batches and not trouble.exact:
-                return []
-            return [each for each in past if {*trouble.arrays} <= {*each.trouble.arrays}]
-        for place, each in reversed([*enumerate(past)]):
+        tries: list[RollbackRecord] = []
+        for each in self.run.ledger.same_trouble(trouble.onset, region):
             is_healed = each.trouble.exact and trouble.onset > each.step
-            if is_healed or (each.accepts and not trouble.finite):
-                return past[place + 1 :]
-        return past
+            if trouble.cause is TroubleCause.STATE:
+                if {*trouble.arrays} <= {*each.trouble.arrays}:
+                    tries.append(each)
+            elif is_healed or (each.accepts and not trouble.finite):
+                tries = []
+            else:
+                tries.append(each)
+        return tries
 
     def _unusual_since(
         self, trouble: Trouble, steps: list[int], *, older: bool

@@ -151,11 +151,10 @@ class Anchor:
         lead = 0.0
         if is_retest:
             lead = statistics.median(self.leads or [0.0])
-        elif self.evidence <= 1 and -math.inf < rise < 0:
-            self.leads = [*self.leads, -rise][-RECENT:]
         if self.evidence <= 1:
-            self.onset = index
-            self.rises = []
+            if not is_retest and -math.inf < rise < 0:
+                self.leads = [*self.leads, -rise][-RECENT:]
+            self.onset, self.rises = index, []
         usual = statistics.median([each for each in self.rises if each > 0] or [math.ulp(0.0)])
         bet = max(-1.0, min(1.0, (rise + lead) / usual))
         self.evidence = max(1.0, self.evidence) * (1 + STAKE * bet)
@@ -301,10 +300,6 @@ def rise_of(now: float, then: float) -> float:
         The difference, which may be infinite. NaN if neither loss is finite: a bad batch is not
         evidence.
     """
-    if math.isfinite(now) and math.isfinite(then):
-        return now - then
-    if math.isfinite(then):
-        return math.inf
-    if math.isfinite(now):
-        return -math.inf
-    return math.nan
+    if math.isfinite(now) == math.isfinite(then):
+        return now - then if math.isfinite(now) else math.nan
+    return math.inf if math.isfinite(then) else -math.inf

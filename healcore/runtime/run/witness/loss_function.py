@@ -53,9 +53,9 @@ class _Failure(NamedTuple):
 
     text: str
     """The problem, for the user."""
-    is_mistake: bool = False
+    is_mistake: bool
     """Whether the function is wrong, and not only this call of it."""
-    parts: int = 0
+    parts: int
     """If memory ran out: the parts of the batches, which may be halved. Else 0."""
 
 
@@ -167,31 +167,25 @@ class LossFunction:
             except WeightsChanged:
                 pass
             except Exception as raised:
-                error = raised
-                mine = self._failure(steps, raised)
-            try:
-                everyone = self.run.ranks.gather(mine)
-            except Exception as lost:  # the other ranks wait in the forward pass (FSDP)
-                raise lost from error
+                error, mine = raised, self._failure(steps, raised)
+            everyone = self.run.ranks.gather(mine)
             failures = [each for each in everyone if isinstance(each, _Failure)]
-            parts = [each.parts for each in failures]
             if not failures:
                 return everyone
-            if min(parts) == 0:
-                for each in failures:
-                    if each.is_mistake and not self.is_checked:
-                        mistake = SignalError(
-                            f"{each.text}\nThe Healer calls loss_fn(batch), or in JAX with a "
-                            "pytree as state loss_fn(state, batch), with a batch of "
-                            "healer.batches(), and expects one number: correct the function, or "
-                            "pass loss_fn=None"
-                        )
-                        # Nothing is saved: the mended program trains the first step again.
-                        self.run.progress.reading_error = mistake
-                        raise mistake from error
+            mistakes = [each.text for each in failures if each.is_mistake and not each.parts]
+            if mistakes and not self.is_checked:
+                mistake = SignalError(
+                    f"{mistakes[0]}\nThe Healer calls loss_fn(batch), or in JAX with a pytree as "
+                    "state loss_fn(state, batch), with a batch of healer.batches(), and expects "
+                    "one number: correct the function, or pass loss_fn=None"
+                )
+                # Nothing is saved: the mended program trains the first step again.
+                self.run.progress.reading_error = mistake
+                raise mistake from error
+            if not all(each.parts for each in failures):
                 self.drop(f"{failures[0].text}; it is not called again")
                 return None
-            state.parts = 2 * max(parts)
+            state.parts = 2 * max(each.parts for each in failures)
             self.run.log.info(
                 f"a comparison of weights does not fit into memory: it evaluates a batch in "
                 f"{state.parts} parts"
@@ -200,34 +194,31 @@ class LossFunction:
     def _evaluated(self, steps: Sequence[TrainedStep], weights: Any) -> list[float]:
         """The mean loss of each step over its batches, in the parts that fit into memory."""
         assert self.function is not None
-        contents: list[Any] = []
-        shares: list[list[float]] = []
+        run, contents, shares = self.run, list[Any](), list[list[float]]()
         for step in steps:
             shares.append([])
             for batch in step.batches:
-                parts = self.run.out_of_memory.to_evaluate(
-                    batch.content, self.run.record.comparisons.parts
-                )
-                contents += [part for part, _ in parts]
-                shares[-1] += [batch.weight * share for _, share in parts]
+                least = run.record.comparisons.parts
+                for part, share in run.out_of_memory.to_evaluate(batch.content, least):
+                    contents.append(part)
+                    shares[-1].append(batch.weight * share)
         with isolated():
-            found = self.run.driver.losses_of(self.function, contents, weights)
+            found = run.driver.losses_of(self.function, contents, weights)
         losses = iter([float(check_scalar("loss_fn(batch)", each)) for each in found])
         return [sum(share * next(losses) for share in each) / sum(each) for each in shares]
 
     def _failure(self, steps: Sequence[TrainedStep], error: Exception) -> _Failure:
         """What an exception of this rank's calls means."""
-        if isinstance(error, NotComparable):
-            return _Failure(f"{error}, so no weights are compared")
-        text = f"loss_fn raised {type(error).__name__}: {error}"
-        fault = classify(error)
-        if fault.cause is Cause.OOM:
-            parts = 0
+        text, parts = f"loss_fn raised {type(error).__name__}: {error}", 0
+        fault = classify(error).cause
+        if fault is Cause.OOM:
+            run = self.run
             for step in steps:
                 for batch in step.batches:
-                    least = self.run.record.comparisons.parts
-                    parts = max(parts, self.run.out_of_memory.divisible_parts(batch.content, least))
+                    least = run.record.comparisons.parts
+                    parts = max(parts, run.out_of_memory.divisible_parts(batch.content, least))
             clear_frames(error)  # the tensors of the pass that failed
-            return _Failure(text, parts=parts)
-        is_wrong = fault.cause is Cause.UNKNOWN
-        return _Failure(text, is_mistake=is_wrong or isinstance(error, SignalError))
+        is_mistake = fault is Cause.UNKNOWN or isinstance(error, SignalError)
+        if isinstance(error, NotComparable):
+            text, is_mistake = f"{error}, so no weights are compared", False
+        return _Failure(text, is_mistake, parts)

@@ -281,12 +281,12 @@ class Witness:
             if anchor.evidence >= self.threshold and self._has_learnt_since(anchor):
                 anchor.forget()
             elif anchor.evidence >= self.threshold:
-                better = self._newest_better(anchor)
-                better.onset = anchor.onset
-                verdict = self._verdict(better)
+                verdict = self._verdict(anchor)
             elif state.verdict is not None and anchor.evidence <= 1:
-                self._recover(index, state.verdict)
-        if verdict is None or self.state.anchor_of(verdict.better_step) is None:
+                log, onset = self.run.log, state.verdict.onset
+                log.assessment(index, onset, "recovered", say=log.info, checkpoint=anchor.step)
+                state.forget_trouble()
+        if verdict is None or state.anchor_of(verdict.better_step) is None:
             return None  # its anchor may have been dropped after it was found
         if index >= verdict.recovers_until or self.run.ledger.same_trouble(verdict.onset):
             return verdict
@@ -327,20 +327,6 @@ class Witness:
         if not math.isnan(evidence):
             anchor.learn(trained.index, evidence, is_retest=self.state.verdict is not None)
 
-    def _recover(self, index: int, verdict: Trouble) -> None:
-        """Ends a pending verdict, because no evidence is left."""
-        log, better = self.run.log, verdict.better_step
-        log.assessment(index, verdict.onset, "recovered", say=log.info, checkpoint=better)
-        self.state.forget_trouble()
-
-    def _newest_better(self, anchor: Anchor) -> Anchor:
-        """The newest anchor up to the onset with strong evidence: its rollback repeats least."""
-        newest, onset = anchor, anchor.onset or anchor.step
-        for each in self.state.anchors:
-            if anchor.step < each.step <= onset and each.evidence >= self.strong:
-                newest = each
-        return newest
-
     def losses_of(
         self, steps: Sequence[TrainedStep], anchor: Anchor, known: list[float] | None = None
     ) -> list[tuple[float, float]] | None:
@@ -371,10 +357,15 @@ class Witness:
 
         The comparison that finds trouble is later than the beginning of the trouble. So the onset
         is the first step of a burst of high steps that lasts until shortly before the evidence.
+        The newest anchor up to the evidence whose own evidence is strong counts as the better one:
+        its rollback repeats least.
         """
         if self.state.verdict is not None:
             return self.state.verdict
-        onset = anchor.onset or anchor.step
+        onset = found = anchor.onset or anchor.step
+        for each in self.state.anchors:
+            if anchor.step < each.step <= found and each.evidence >= self.strong:
+                anchor = each
         for first, last in reversed(self.state.bursts):
             if last >= onset - STEPS_AFTER_SIGN:
                 onset = min(onset, first)
@@ -423,13 +414,12 @@ class Witness:
         """
         if self.state.verdict is not None:
             return self.state.verdict
-        newest = None
-        for anchor in self.state.anchors:
-            if anchor.evidence >= self.strong or (at_end and anchor.evidence > 1):
-                newest = anchor
-        if newest is None or self._has_learnt_since(newest):
+        enough = [each for each in self.state.anchors if each.evidence >= self.strong]
+        if at_end:
+            enough = [each for each in self.state.anchors if each.evidence > 1]
+        if not enough or self._has_learnt_since(enough[-1]):
             return None
-        return self._verdict(newest)
+        return self._verdict(enough[-1])
 
     def decide_at_end(self) -> Trouble | None:
         """Decides about a suspicion at the end of the run, after which no step can be compared.
@@ -490,12 +480,9 @@ class Witness:
                 stays.
         """
         state = self.state
-        self.run.record.comparisons = ComparisonState(
-            silent_until=max(state.silent_until, step),
-            first_losses=state.first_losses,
-            parts=state.parts,
-            gives_loss=state.gives_loss,
-        )
+        state.anchors, state.recent, state.usual = [], [], []
+        state.forget_trouble()
+        state.silent_until = max(state.silent_until, step)
         self.recent = RecentSteps(self.run)
 
     def on_structure_change(self) -> None:

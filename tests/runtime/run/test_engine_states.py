@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from healcore.policy import engine_of, load
+from healcore.runtime.run.engine_states import RatesAfterRollback, limit_rates
 from healcore.runtime.run.healthy_ranges import HealthyValues
-from healcore.runtime.run.rollback.rate_limits import RatesAfterRollback, limit_rates
 
 ENGINE = engine_of(load("default", lr={"factor": 0.25, "ceiling": 1.0}))
 UNLIMITED = ENGINE.to_dict(ENGINE.init())
