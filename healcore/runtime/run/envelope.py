@@ -61,6 +61,7 @@ class Envelope:
     def joined(self, newer: Envelope) -> Envelope:
         """What both hold. Where both hold a name, the older bounds and limits (`self`) stay."""
         return Envelope(
+            rates=self.rates,
             is_guess=self.is_guess or newer.is_guess,
             numbers=newer.numbers | self.numbers,
             norms=newer.norms | self.norms,

@@ -602,7 +602,7 @@ class WayBack:
             read_again = saved.envelope.beyond(before).left_out
             for source, batches in saved.skipped.items():
                 record.skipped[source] = [each for each in batches if each not in read_again]
-            record.envelope = before
+            record.envelope = replace(before, rates={})
             record.engines = engines_of_new_start(run.policy.engine, saved.engines)
             record.comparisons.silent_until = 0
         run.store.replace_record(step, record.to_dict())

@@ -398,6 +398,13 @@ class Recovery:
             RunStopped: no snapshot is usable, and the weights are damaged.
         """
         run = self.run
+        if trouble.batches and not trouble.exact:
+            # Unread steps belong to the trouble up to their last alarm.
+            unread = run.dispatch_queue.peek_all()
+            until = max((place for place, step in enumerate(unread, 1) if step.causes), default=0)
+            batches = tuple(each for step in unread[:until] for each in step.batches)
+            more = chosen.envelope.joined(Envelope(left_out=batches))
+            chosen = replace(chosen, envelope=more)
         try:
             done = run.way_back.roll_back(trouble, chosen, steps)
         except StoreError as error:

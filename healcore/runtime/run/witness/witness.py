@@ -10,7 +10,7 @@ both, at comparison after comparison, the run rolls back to them:
         | a comparison makes the evidence of an anchor > 1       Anchor.learn
         v
     evidence: no anchor is added, and nothing is learnt as healthy
-        | the evidence reaches the threshold                     Witness._conclude
+        | the evidence reaches the threshold                     Witness._verdict
         v
     verdict: carried out at once if the run has had its time to recover
         | otherwise it waits until then                          Witness._postpone
