@@ -432,8 +432,7 @@ class WayBack:
                 at_fault[name] = seen
         return broadcast(self.run.ranks, at_fault)
 
-            why_lost=obstacle.partition(": ")[0] if lost else "",
-            rewind_obstacle=obstacle,
+    def _lost_steps(self, target: int, obstacle: str) -> int:
         """Steps since `target` that the loop does not repeat, where the data was not rewound.
 
         A loop that counts steps takes as many steps as without the rollback, with later data.
