@@ -149,6 +149,16 @@ def killed(path, inputs):
     return Report(path.name, str(path), (), {"limits": limits})
 
 
+def test_a_module_next_to_a_checkpoint_is_not_imported(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("multiprocessing", "numpy"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    save_file({"w": np.ones(4)}, tmp_path / "w.safetensors")
+    paths = [Path("w.safetensors")]
+    (result,) = probe_paths("checkpoint", probe_checkpoint, paths, CheckpointInputs())
+    assert (result.verdict.value, (tmp_path / "ran").exists()) == ("PASS", False)
+
+
 @pytest.mark.slow
 def test_a_process_that_ends_is_replaced(tmp_path):
     paths = [tmp_path / name for name in ("small", "crashes", "endless", "large")]

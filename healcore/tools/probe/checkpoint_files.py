@@ -250,6 +250,7 @@ def probe_paths(
         A report for each path, in order.
     """
     reports: list[Report] = []
+    os.environ["PYTHONSAFEPATH"] = "1"  # the child imports nothing from the current directory
     context = multiprocessing.get_context("spawn")  # a fork would have the caller's threads
     while len(reports) < len(paths):
         receiver, sender = context.Pipe(duplex=False)
