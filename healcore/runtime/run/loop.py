@@ -244,7 +244,9 @@ class Loop:
             rollback = self._skip_if_nonfinite() if has_stepped else None
             return rollback or self.roll_back_at_end()
         if has_stepped:
-            self._note_structure()
+            changes = run.driver.structure_changes()
+            if changes:
+                self._note_structure(changes)
             rollback = self.read_and_act() or self._skip_if_nonfinite() or self._save_when_due()
             rollback = rollback or self._begin_or_end_freeze()
             if rollback is not None:
@@ -359,14 +361,9 @@ class Loop:
     def save(self) -> None:
         """Saves a checkpoint because the program asks for it; see `Healer.save`."""
         self.count_in_body()
-        if self.returns_to_epoch:
-            self.run.log.info(
-                f"step {self.run.progress.step}: not saved, because healer.epochs is about to "
-                "return to the epoch of the rollback"
-            )
-            return
-        self.run.saver.save(SaveReason.REQUESTED)
-        self.run.saver.keep_weight_sample()
+        if not self.returns_to_epoch:
+            self.run.saver.save(SaveReason.REQUESTED)
+            self.run.saver.keep_weight_sample()
 
     # -- the end of the data --------------------------------------------------------------------
 
@@ -531,7 +528,7 @@ class Loop:
         if reason:
             self.warn(reason)
 
-    def _note_structure(self) -> None:
+    def _note_structure(self, changes: list[str]) -> None:
         """Records that the program has added or removed parameters, and makes a checkpoint due.
 
         Earlier checkpoints and earlier weights in memory do not fit such a model. Without a record
@@ -540,9 +537,6 @@ class Loop:
         lines in the log become rarer with the number of changes.
         """
         run = self.run
-        changes = run.driver.structure_changes()
-        if not changes:
-            return
         step, epoch = run.progress.step, run.loaders.place.epoch
         changed = StructureChange(max(step - 1, 0), epoch)
         run.record.changes = [*run.record.changes, changed][-MAX_CHANGES:]
