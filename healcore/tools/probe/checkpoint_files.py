@@ -156,7 +156,7 @@ def _open_orbax(item: Path, prefix: tuple[str, ...]) -> Iterator[tuple[tuple[str
         kind = entry["value_metadata"]
         if kind.get("skip_deserialize") or kind.get("value_type") in ("None", "string"):
             continue
-        if "/" in name:
+        if "/" in name or not name.strip("."):
             raise ProbeError(f"{item}: {name[:200]} is outside this directory")
         store = {**base, "path": f"{item}/{name}/"}
         if index.get("use_ocdbt", (item / "manifest.ocdbt").exists()):
