@@ -198,32 +198,32 @@ def split(batch: Any, parts: int) -> list[Any]:
     return pieces
 
 
-def part_weights(pieces: list[Any], count: Count) -> list[float]:
-    """Computes the share of each part in its batch.
+def weighted_parts(batch: Any, parts: int, count: Count) -> list[tuple[Any, float]]:
+    """Splits a batch into parts, each with its share of the batch.
 
     The sum of the parts' mean losses, each times its share, is the mean loss of the whole batch. A
     loss that averages over tokens needs the shares of tokens: parts of equally many samples may
-    have unequally many of them.
+    have unequally many of them. A part of share 0 is left out: it has a mean loss of NaN.
 
     Args:
-        pieces: the parts, from `split`.
+        batch: as for `split`.
+        parts: as for `split`.
         count: see `Count`. Labels of -100 do not count, as in torch's cross-entropy.
 
     Returns:
-        The shares, with sum 1. By samples if nothing is counted in any part.
+        The parts with their shares, whose sum is 1. By samples if nothing is counted in any part.
     """
-    if len(pieces) == 1:
-        return [1.0]
-    samples = [float(count_samples(piece)) for piece in pieces]
-    if count is None:
-        counts = samples
-    elif callable(count):
+    if parts == 1:
+        return [(batch, 1.0)]
+    pieces = split(batch, parts)
+    if callable(count):
         counts = [float(count(piece)) for piece in pieces]
-    else:
+    elif count is not None:
         counts = [float((piece[count] != _IGNORE_INDEX).sum()) for piece in pieces]
-    if not sum(counts):
-        counts = samples
-    return [number / sum(counts) for number in counts]
+    if count is None or not sum(counts):
+        counts = [float(count_samples(piece)) for piece in pieces]
+    pairs = zip(pieces, counts, strict=True)
+    return [(piece, number / sum(counts)) for piece, number in pairs if number]
 
 
 def clear_frames(error: BaseException) -> list[Any]:

@@ -32,8 +32,7 @@ from healcore.runtime.faults.microbatches import (
     UnsplittableBatch,
     clear_frames,
     count_samples,
-    part_weights,
-    split,
+    weighted_parts,
 )
 from healcore.runtime.faults.retry import Retries
 from healcore.runtime.store import files
@@ -160,7 +159,7 @@ class OutOfMemory:
         parts = self.number(form, least)
         if parts == 1:
             return [(batch, 1.0)]
-        weighted = _weighted(form, parts, self._count)
+        weighted = weighted_parts(form, parts, self._count)
         return [(self.to_evaluate_from(piece), weight) for piece, weight in weighted]
 
     def divisible_parts(self, batch: Any, least: int) -> int:
@@ -270,7 +269,7 @@ class OutOfMemory:
         first, batches = not done, self._window[done:]
         for number, (batch, count) in enumerate(batches, 1):
             parts = self.number(batch)
-            pairs = _weighted(batch, parts, count)
+            pairs = weighted_parts(batch, parts, count)
             if self._joins == "":
                 self.run.driver.window.begin_parts()
             for i, (piece, weight) in enumerate(pairs, 1):
@@ -367,16 +366,6 @@ class OutOfMemory:
 def _largest(samples: int, parts: int) -> int:
     """Samples of the largest part of a batch that is split evenly: the quotient, rounded up."""
     return -(-samples // parts)
-
-
-def _weighted(batch: Any, parts: int, count: Count) -> list[tuple[Any, float]]:
-    """The parts of a batch with their weights, without parts of weight 0.
-
-    A part without tokens has a mean loss of NaN, and so is 0 times NaN.
-    """
-    pieces = split(batch, parts)
-    pairs = zip(pieces, part_weights(pieces, count), strict=True)
-    return [(piece, weight) for piece, weight in pairs if weight]
 
 
 def memory_text(run: Run) -> str:
