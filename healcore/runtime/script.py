@@ -30,7 +30,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import TracebackType
-from typing import Unpack
+from typing import Any, Unpack
 
 from healcore.core.errors import HealcoreError
 from healcore.policy import PolicyLike
@@ -41,8 +41,6 @@ from healcore.runtime.run.progress import LoopPhase
 from healcore.runtime.run.run import Run
 from healcore.runtime.run_options import HealerOptions
 
-_started: list[tuple[Run, threading.Thread]] = []
-"""The runs that are not known to be closed, oldest first, with the threads that train them."""
 _previous_hook: Callable[..., object] | None = None
 """What `sys.excepthook` was before the first `start`, or None before it."""
 
@@ -50,11 +48,15 @@ _previous_hook: Callable[..., object] | None = None
 class ScriptHealer(Healer[State]):
     """A Healer without a block: what the end of a block does, the end of a loop does."""
 
+    opened_at_end: int | None = None
+    """Number of runs of this process when the newest loop of this run had ended by itself, or
+    None."""
+
     def after_step(self, *, last: bool = False) -> bool:
         """See `Healer.after_step`."""
         rolled_back = super().after_step(last=last)
-        if last and not rolled_back and self.is_open:
-            _save_at_loop_end(self._run, left=False)
+        if last and not rolled_back:
+            self._end_loop()
         return rolled_back
 
     def _until_end(self, loop: Iterator[Item]) -> Iterator[Item]:
@@ -62,6 +64,7 @@ class ScriptHealer(Healer[State]):
 
         An exception of healcore that ends programs ends the run here.
         """
+        self.opened_at_end = None
         try:
             yield from loop
         except GeneratorExit:  # a `break`, or an exception in the body
@@ -72,8 +75,17 @@ class ScriptHealer(Healer[State]):
             if isinstance(error, HealcoreError) and not hasattr(sys, "ps1"):
                 self.close(error)
             raise
+        self._end_loop()
+
+    def _end_loop(self) -> None:
+        """A loop has ended by itself. Unless it runs in the body of another loop, the run ends."""
         if self.is_open:
             _save_at_loop_end(self._run, left=False)
+            self.opened_at_end = Run.opened
+
+
+_started: list[tuple[ScriptHealer[Any], threading.Thread]] = []
+"""The Healers that are not known to be closed, oldest first, with the threads that train them."""
 
 
 def _save_at_loop_end(run: Run, *, left: bool) -> None:
@@ -151,21 +163,26 @@ def start(
         _started.remove(other)
     _install_hooks()  # first: the main thread may end while a side thread opens its run
     healer._open()
-    _started.append((healer._run, thread))
+    _started.append((healer, thread))
     return healer
 
 
-def _close(run: Run, raised: BaseException | None = None) -> int:
+def _close(healer: ScriptHealer[Any], raised: BaseException | None = None) -> int:
     """Closes a run unless it is closed. Returns the exit status, and prints an error of it.
 
     Args:
-        run: a run that `start` has opened.
-        raised: the uncaught exception of the program, or None.
+        healer: a Healer that `start` has opened.
+        raised: the uncaught exception of the program, or None. If another run was opened after the
+            loop of this one had ended, it concerns that run.
     """
+    run, opened = healer._run, healer.opened_at_end
     if run.end is not None or os.getpid() != run.pid:
         return 0
-    error = run.stopping.stopped or raised
-    if error is None and run.end_requests.signal_number is not None:
+    is_followed = opened is not None and Run.opened > opened
+    error = run.stopping.stopped
+    if error is None and not is_followed:
+        error = raised
+    if error is None and not is_followed and run.end_requests.signal_number is not None:
         error = exit_for(run.end_requests.signal_number)
     if error is None and run.progress.left_early:
         why = "a program that has left its loop early"
@@ -197,9 +214,9 @@ def _on_uncaught(
 ) -> None:
     """Closes the runs as their blocks would do, then prints the exception as before."""
     if not hasattr(sys, "ps1"):
-        for run, thread in reversed(_started):
+        for healer, thread in reversed(_started):
             if thread is threading.current_thread():
-                _close(run, error)
+                _close(healer, error)
     assert _previous_hook is not None
     _previous_hook(kind, error, trace)
 
@@ -207,10 +224,10 @@ def _on_uncaught(
 def _on_exit() -> None:
     """Closes the runs that are still open. Sets the exit status if a run is incomplete."""
     status = 0
-    for run, thread in reversed(_started):
+    for healer, thread in reversed(_started):
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()  # Python waits for it in any case, but only later
-        status = _close(run) or status
+        status = _close(healer) or status
     if status:
         # Python has chosen the status already. The other handlers run first.
         atexit._run_exitfuncs()

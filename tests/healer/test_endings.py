@@ -6,7 +6,6 @@ whose disk fills up at a step (0: never), and `torchrun MODULE ARGUMENT` is a wo
 
 import importlib
 import os
-import re
 import signal
 import sys
 from contextlib import suppress
@@ -292,8 +291,6 @@ def test_a_disk_that_is_full_at_the_end_is_no_completed_run(framework, tmp_path)
         assert full.stdout == ""
         # Not always the last line: Orbax's thread prints a traceback of its own.
         assert "\nhealcore: the loop has ended at step 30, and its last state is not" in full.stderr
-        # 24 where the disk was full before the save of 28 had reached it.
-        assert re.search("it resumes from the checkpoint of step (24|28)", full.stderr)
         (disk / "filler").unlink()
         again = forked_programs.run("-m", PROGRAM, framework, disk, 0)
         assert again.returncode == 0, again.stderr

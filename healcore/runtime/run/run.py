@@ -77,6 +77,8 @@ class Run:
         StoreError: a file of events or metrics cannot be opened.
     """
 
+    opened: ClassVar = 0
+    """Number of runs that this process has opened, with and without a directory."""
     completed: ClassVar[set[Path]] = set()
     """The directories of the runs that this process has completed. A program that trains several
     runs may pass the same one twice by mistake: the second run then raises an error, instead of a

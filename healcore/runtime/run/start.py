@@ -73,6 +73,7 @@ def open_run(options: Options) -> Run:
         warnings = run_on_first(ranks, partial(_claim, store, claims))
         run = Run(options, driver, ranks, store, claims)
         _start(run, options, warnings)
+        Run.opened += 1
     except BaseException:
         for each in claims:
             each.release()
