@@ -563,11 +563,14 @@ def _with_healing(original: Callable[..., Any]) -> Callable[..., Any]:
         def begin_with_own(*event: Any) -> Any:
             """Begins with the user's objects, which the Trainer may have replaced by copies.
 
-            They are the first, so that other callbacks read the corrected `state.epoch`.
+            Other callbacks may change the initial state, so they begin first. In later events they
+            come last, and read the corrected `state.epoch`.
             """
             others = [each for each in handler.callbacks if not isinstance(each, HealingCallback)]
+            handler.callbacks[:] = others + own
+            control = begin(*event)
             handler.callbacks[:] = own + others
-            return begin(*event)
+            return control
 
         try:
             with patched(handler, "on_train_begin", begin_with_own):
