@@ -267,7 +267,7 @@ class Cursor:
             if self._is_between:
                 self.position()
             self._number_epoch(self.next_id.epoch)
-            self._begin_states = random_states()
+            self._begin_states = random_states(self._reader.generators)
             self._batches = self._call_patiently(self._reader.begin)
             self._is_between = False
         return self._batches
@@ -376,7 +376,8 @@ class Cursor:
                 try:
                     if target is not None:
                         self._move_to(target, self._read)
-                        set_random_states(states)
+                        generators = self._reader.generators if which.index == 0 else []
+                        set_random_states(states, generators)
                     batch = self._read()
                 except (StopIteration, EmptyLoader):
                     if failure is None:
@@ -415,10 +416,12 @@ class Cursor:
     def _place_to_read_again(self, which: BatchId) -> Position | None:
         """The position of a batch whose reading has failed, or None if it cannot be reached."""
         reader, position = self._reader, None
-        if not reader.obstacle and (which.index > 0 or reader.begins_alone):
+        if reader.obstacle:
+            return None
+        if which.index > 0:
             position = self.position_before(which)
-            if position is None and which.index == 0:  # the epoch begins again
-                position = self._saved(which, None)
+        elif reader.begins_alone:  # the epoch begins again
+            position = self._saved(which, reader.state(0, newest=False))
         return None if position is None else decode_position(position)
 
     # -- positions ------------------------------------------------------------------------------

@@ -81,6 +81,7 @@ class Reader:
         kind: name in positions, because a state fits only loaders of the same kind.
         replays: whether the state between two epochs is known before the next one begins, also if
             a `break` has left the epoch before.
+        generators: the random generators that `begin` draws from, besides the global ones.
         begins_alone: whether a rank alone can begin an epoch: nothing is exchanged with others.
     """
 
@@ -93,6 +94,7 @@ class Reader:
     ) -> None:
         self.loader = loader
         self.obstacle = obstacle
+        self.generators: list[Any] = []
         self._first = first
 
     def begin(self) -> Iterator[Any]:
@@ -152,7 +154,7 @@ class StatefulReader(Reader):
         self._of_iterator = first is not None
         self.kind = "iterator" if self._of_iterator else "loader"
         self._owner = first if self._of_iterator else loader
-        self._generators = [] if self._of_iterator else generators_of(*samplers_of(loader))
+        self.generators = [] if self._of_iterator else generators_of(*samplers_of(loader))
 
     def begin(self) -> Iterator[Any]:
         """Begins an epoch with a new iterator."""
@@ -166,16 +168,16 @@ class StatefulReader(Reader):
         if not newest or (index is None and self._of_iterator):
             return None
         own = getattr(self._owner, self._get)()
-        return {"index": index, "own": own, "random": generator_states(self._generators)}
+        return {"index": index, "own": own, "random": generator_states(self.generators)}
 
     def resume(self, state: ReaderState, index: int) -> tuple[Iterator[Any] | None, int]:
         """Sets the state. After an end, the next `iter` begins the next epoch."""
         self._first = None
         getattr(self._owner, self._set)(state["own"])
         batches, index = None, state["index"]
-        if index is not None or self._generators:  # iter() draws, or ends the epoch
+        if index is not None or self.generators:  # iter() draws, or ends the epoch
             batches = self._owner if self._of_iterator else iter(self.loader)
-        set_generator_states(self._generators, state["random"])
+        set_generator_states(self.generators, state["random"])
         return (None, 0) if index is None else (batches, index)
 
 
