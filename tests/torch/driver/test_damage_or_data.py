@@ -418,20 +418,15 @@ def test_a_copy_that_cannot_be_read_does_not_cost_the_newest_checkpoint(tmp_path
 def test_losses_that_are_not_finite_change_nothing_in_finite_weights(tmp_path, asks, value):
     """A third of the batches is fully masked (loss 0/0), for as long as the run lasts."""
     run = ComparedRun()
-    skipped = []
 
     def mask(healer: Any) -> None:
         run.scale = value if healer.step % 3 == 0 or 200 <= healer.step < 260 else 1.0
-        skipped.append(run.scale != 1.0)
 
     healer = run.train(tmp_path, at=mask, asks=asks)
     assert healer.step == STEPS
-    if asks:  # earlier weights are not finite on these batches either
-        left_alone(tmp_path, healer)
-        assert healer.metrics()["heal/skips"] == sum(skipped)
-    else:  # sixty bad steps in a row look like dead weights: what is tried is undone
-        assert events(tmp_path, "end")[0]["ending"] == "completed"
-        assert healer.rollbacks <= 3
-        assert healer.metrics()["heal/lr_scale"] == 1.0
+    # Sixty bad steps in a row look like dead weights: what is tried is undone.
+    assert events(tmp_path, "end")[0]["ending"] == "completed"
+    assert healer.rollbacks <= 3
+    assert healer.metrics()["heal/lr_scale"] == 1.0
     run.scale = 1.0
     assert run.unseen_loss() < 0.2

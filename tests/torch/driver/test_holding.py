@@ -151,7 +151,7 @@ def test_a_clip_that_the_program_forgets_is_replaced(tmp_path):
     assert healed.unseen_loss() < 1.25 * clean.unseen_loss()
     held = run_of(healed.healer).holding.envelope
     limit = pytest.approx(0.5, rel=1e-3)
-    assert held.norm_limits["optimizer"] == limit, "still needed"
+    assert held.norms["optimizer"] == limit, "still needed"
 
 
 @pytest.mark.slow

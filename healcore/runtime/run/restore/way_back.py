@@ -534,7 +534,8 @@ class WayBack:
                 run.log.event("problem", step=saved.step, problem=problem)
             if not all(run.ranks.gather(step in copies)):
                 copies.pop(step, None)
-        run.driver.load(saved.state, saved.engines)
+        if needed:  # the reads have gone into the live arrays
+            run.driver.load(self._read(saved.step).state, saved.engines)
         if saved.step in needed:
             copies[saved.step] = run.driver.copy_weights()
         return copies

@@ -26,7 +26,7 @@ from healcore.runtime.run.dispatch_queue import StepResult
 from healcore.runtime.run.envelope import Envelope
 from healcore.runtime.run.healthy_ranges import HealthyValues
 from healcore.runtime.run.rollback.nonfinite import SERIOUS
-from healcore.runtime.run.rollback.remedy import Facts, Outcome, Remedy, remedy
+from healcore.runtime.run.rollback.remedy import Facts, Outcome, RateFact, Remedy, remedy
 from healcore.runtime.run.trouble import RollbackRecord, Trouble, TroubleCause
 from healcore.runtime.store.checkpoints import NoGoodCheckpoint, StateMismatch, StoreError
 from healcore.runtime.store.ranks import broadcast
@@ -303,7 +303,7 @@ class Recovery:
         """Looks for a snapshot since which something new is unusual. Collective.
 
         The newest sound snapshot may already have a part of the trouble: a number that has left its
-        range before it.
+        range before it, or a rate.
 
         Args:
             trouble: the trouble.
@@ -319,13 +319,22 @@ class Recovery:
         among = run.witness.better_steps(trouble) or steps
         live = run.record.healthy
         known = {step: live.with_better(each.healthy) for step, each in records.items()}
-        for place, step in enumerate(steps if older else steps[:1]):
-            if step in among and step in known:
-                found = run.holding.outside(trouble, step, known[step])
-                found = found.beyond(run.holding.envelope)
-                if found:
-                    return steps[place:], found, known[step]
-        return steps, Envelope(), known.get(steps[0], live)
+        found, looked_at = Envelope(), steps[:1]
+        if older:
+            looked_at = steps
+        looked_at = [step for step in looked_at if step in among and step in known]
+        for step in looked_at:
+            found = run.holding.outside(trouble, step, known[step]).beyond(run.holding.envelope)
+            if found:
+                steps = steps[steps.index(step) :]
+                break
+        # An unusual norm may be a symptom of the rate, so it does not end the search for one.
+        if trouble.cause is TroubleCause.BETTER_WEIGHTS and not (found.numbers or found.left_out):
+            for step in looked_at:
+                is_higher = run.holding.rate_fact(trouble, step, known[step]) is RateFact.HIGHER
+                if step in steps and is_higher:
+                    return steps[steps.index(step) :], found, known[step]
+        return steps, found, known.get(steps[0], live)
 
     def _facts(
         self,
