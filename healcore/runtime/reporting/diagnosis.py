@@ -34,6 +34,11 @@ _REPEATED = (
     "the checkpoints. (docs/lost-run.md)"
 )
 
+_AFTER_A_KILL = (
+    "Look for the out-of-memory killer (dmesg), the scheduler's time limit or preemption, and the "
+    "machine's own log."
+)
+
 STATES = {
     Ending.COMPLETED: "completed",
     Ending.STOPPED: "stopped by the policy",
@@ -213,6 +218,8 @@ def explain(outcome: RunOutcome) -> str:
     if tried:
         lines.append(f"Tried: {'; '.join(tried)}")
     lines += [f"Check: {hint}" for hint in hints(outcome)]
+    if outcome.ending in (Ending.GONE, Ending.UNKNOWN):  # the store may have other checkpoints now
+        return "\n".join([*lines, f"Check: {_AFTER_A_KILL}"])
     good = "none (docs/checkpoints.md)"
     if outcome.last_good is not None:
         good = f"the checkpoint of step {outcome.last_good}"

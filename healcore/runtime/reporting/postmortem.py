@@ -12,8 +12,8 @@ from typing import Any
 from healcore import regular_file
 from healcore.core.decision import Cause
 from healcore.events.log import now, process_path, to_json
-from healcore.events.models import EventRecord
-from healcore.events.process import current_process, environment
+from healcore.events.models import Ending, EventRecord
+from healcore.events.process import Process
 from healcore.history.run_history import changes_made
 from healcore.runtime.reporting.diagnosis import RunOutcome, explain
 from healcore.runtime.store import files
@@ -48,9 +48,10 @@ def write(
     trace: str | None = None,
     stacks: Sequence[dict[str, Any]] = (),
 ) -> str | None:
-    """Writes the postmortem next to the events file, atomically.
+    """Writes the postmortem of the last process of a run next to the events file, atomically.
 
-    Never raises, because the run ends: an error here would hide the exception that ended it.
+    A killed process writes none, so the next start calls this function for it. Never raises,
+    because the run ends: an error here would hide the exception that ended it.
 
     Args:
         events: the events file of the run.
@@ -64,6 +65,10 @@ def write(
     history, counts = outcome.history, outcome.counts
     process = history.processes[-1]
     path = path_for(events, process.id)
+    start = process.start or EventRecord()
+    ended, seconds = now(), time.monotonic() - (process.first.mono or 0)
+    if outcome.ending in (Ending.GONE, Ending.UNKNOWN):  # the calling process is another one
+        ended, seconds = process.last.time, process.seconds or 0.0
     changes = {"clips": counts.clips, "skips": counts.skips}
     try:
         fields = {
@@ -74,11 +79,11 @@ def write(
             "incidents": counts.incidents,
             **changes_made(changes, observes=history.observes),
             "rollbacks": [_rollback_fields(event) for event in history.of("rollback")],
-            "ended": now(),
-            "seconds": round(time.monotonic() - (process.first.mono or 0), 6),
+            "ended": ended,
+            "seconds": round(seconds, 6),
             "lost_events": history.lost,
-            "process": current_process(),
-            "environment": environment(),
+            "process": {name: getattr(start, name) for name in Process._fields},
+            "environment": start.environment,
             "diagnosis": explain(outcome),
             "stacks": stacks,
         }

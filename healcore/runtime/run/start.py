@@ -24,6 +24,8 @@ from healcore.events import read
 from healcore.events.models import Ending
 from healcore.history import RunHistory, runs_of
 from healcore.runtime.driver import WEIGHTS, driver_for
+from healcore.runtime.reporting import postmortem
+from healcore.runtime.reporting.diagnosis import RunOutcome
 from healcore.runtime.run import reports
 from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.ending.exits import EndRequested
@@ -204,6 +206,16 @@ def _read_previous_process(run: Run) -> tuple[RunHistory | None, str]:
     history, killed = runs[-1], ""
     if history.state in (Ending.GONE, Ending.UNKNOWN):
         killed = f"the previous run was killed after step {history.step or 0} or later"
+        outcome = RunOutcome(
+            history,
+            history.state,
+            history.step or 0,
+            history.counts(),
+            unrepaired=history.unrepaired,
+        )
+        problem = postmortem.write(events, outcome)
+        if problem is not None:
+            killed += f"; {problem}"
     return history, killed
 
 
@@ -316,9 +328,21 @@ def _resume(run: Run, record: RunRecord, newest: RunRecord | None) -> None:
         # Before a record is written, which has to say so too.
         run.progress.phase = LoopPhase.AFTER_STEP
     run.log.event("resume", step=step, checkpoint=step)
+    _report_before_kill(run)
     if not run.witness.state.anchors:
         run.saver.add_anchor()
     run.store.protected = run.witness.steps_needed
+
+
+def _report_before_kill(run: Run) -> None:
+    """Reports the last rollback if its process was killed between its commit and its event."""
+    history, rollbacks = run.log.history, run.ledger.in_force
+    if not rollbacks or len(history.processes) < 2 or run.ranks.rank:
+        return
+    done = rollbacks[-1]
+    numbers = [event.number for event in history.of("rollback")]
+    if done.number not in numbers and done.checkpoint == run.progress.step:
+        reports.report_rollback(run, done, done.step - 1)
 
 
 def _unusable(run: Run, saves: Sequence[CheckpointInfo]) -> dict[int, str]:
