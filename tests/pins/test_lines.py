@@ -60,7 +60,7 @@ def output(program: str) -> Output:
         run = Path(folder) / "run"
         done = forked_programs.run("-m", "tests.pins.programs.lines", run, program)
         assert done.returncode == 0, done.stderr[-3000:]
-        shown = CliRunner().invoke(app, ["events", "show", str(run / "store"), "--all"])
+        shown = CliRunner().invoke(app, ["events", "show", str(run / "store")])
         assert shown.exit_code == 0, shown.output
         console = rounded(golden.normalized(done.stderr, run))
         rows = rounded(golden.normalized(shown.stdout, run)).splitlines()
