@@ -69,7 +69,9 @@ def test_the_snippets_run_one_after_the_other_and_print_the_lines_after_a_kill(
     (tmp_path / "whole").mkdir()
     monkeypatch.chdir(tmp_path / "whole")
     scope: dict[str, object] = {}
-    for block in blocks("data-and-resume.md") + blocks("checkpoints.md"):
+    for block in (
+        blocks("data-and-resume.md") + blocks("changing-models.md") + blocks("checkpoints.md")
+    ):
         if "import jax" in block:
             in_jax: dict[str, Any] = {}
             exec(block, in_jax)
