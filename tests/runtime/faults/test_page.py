@@ -8,6 +8,7 @@ from healcore.core.decision import NONFINITE, Cause
 from healcore.policy import dumps, load, loads
 from healcore.policy.document import FAULTS
 from healcore.runtime.faults.failures import FAILURES
+from tests.packaging.page_text import blocks
 from tests.runtime.faults.fault_page import PAGE, ROOT, log_line, section_of
 
 
@@ -52,5 +53,5 @@ def test_the_rule_for_a_cause_that_default_does_not_watch():
 def test_the_loop_is_of_the_example():
     example = (ROOT / "examples" / "out_of_memory.py").read_text()
     there = {line.partition("  # <- healcore")[0].strip() for line in example.splitlines()}
-    (loop,) = re.findall(r"^```python\n(for whole.*?)^```", PAGE, re.M | re.S)
+    (loop,) = blocks("out-of-memory.md")
     assert {line.strip() for line in loop.splitlines()} <= there
