@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from healcore import Checkpoints, Cursor, Healer
-from healcore.runtime.run.incidents.monitor import IncidentMonitor
 from healcore.runtime.run.journal import Journal
 from tests.healer.run_directory import events, postmortems
 from tests.healer.training_loops import (
@@ -215,7 +214,6 @@ def test_a_loop_over_range_with_other_data_in_each_epoch_begins_this_epoch_again
 def test_a_transient_fault_leaves_no_trace(framework, data, monkeypatch):
     # A rollback repeats the same batches.
     monkeypatch.setattr(Journal, "batches_of", lambda *_: [])
-    monkeypatch.setattr(IncidentMonitor, "batches_of_alarms", lambda *_: [])
     policy = rules(cut=False)
     clean = loop_of(framework, policy=rules(cut=False))
     train(clean, policy, data(), epochs=5)

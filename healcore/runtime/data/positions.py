@@ -48,6 +48,7 @@ position of a source has these keys besides those of `Position`:
     since        number of the pass since which the program has read the source with one loader
     batch_size   rows in a batch, or None if it is unknown
     evaluations  places of passes that no step has used, which a restart reads again
+    begun        whether another pass had begun, which no step had used
     left         whether a `break` has dropped the rest of the pass
 """
 Division = list[Any]
@@ -204,6 +205,7 @@ class _SourcePosition(Position, frozen=True):
     since: _Number
     batch_size: int | None
     evaluations: list[_Place]
+    begun: bool
     left: bool
 
 

@@ -69,8 +69,8 @@ class SourceCursor(Cursor):
         left_by_break: whether a `break` has followed the last batch. What the program does then may
             still belong to the batch.
         trains: whether a step has used its batches.
-        was_moved: whether the newest pass continues at a saved position, to which the loader was
-            moved. The move may have drawn random numbers.
+        was_moved: whether the newest pass continues at a saved position, whose random states are
+            from after what the loader has drawn.
         substitute: the batch that replaces an unreadable batch, with several ranks.
     """
 
@@ -176,7 +176,8 @@ class Source:
         if position is None:
             raise DataError("the loader cannot be rewound to the first batch of the step")
         evaluations = [*self.evaluations]
-        if now is not None and now is not cursor and (now.left_by_break or not now.in_loop):
+        begun = now is not None and now is not cursor
+        if now is not None and begun and (now.left_by_break or not now.in_loop):
             evaluations.append(now.place)
         left = leaves and before is None and cursor.in_loop and cursor.left_by_break
         return {
@@ -186,6 +187,7 @@ class Source:
             "since": cursor.since,
             "batch_size": batch_size(cursor.loader),
             "evaluations": evaluations,
+            "begun": begun,
             "left": left,
         }
 
@@ -453,7 +455,7 @@ class Sources:
             cursor.abandon()
         source.awaited, length = None, cursor.length
         source.is_short = length is not None and place.index > length > 0
-        cursor.was_moved = not cursor.obstacle or cursor.next_id.index > 0
+        cursor.was_moved = not cursor.obstacle or cursor.next_id.index > 0 or saved["begun"]
         if place > (0, 0):
             self._note_training(cursor)
 

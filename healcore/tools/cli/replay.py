@@ -136,7 +136,10 @@ def _replay_traces(
     opened, unreadable = open_traces(traces, columns=parse_columns(column), join=join)
     failures: list[str] = []  # each costs the exit status
     for failure in unreadable:
-        failures.append(f"{failure.path}: {failure.problem}")
+        prefix = f"{failure.path}: "
+        if failure.not_judged:
+            prefix += "not judged: "
+        failures.append(f"{prefix}{failure.problem}")
     # The rows of a replay are not kept, because a command may read many long logs.
     summaries, lines, reports = [], [], []
     for trace in opened:

@@ -130,6 +130,7 @@ def test_python_numbers_come_back_as_they_were():
     run, driver = driven(plain(**extra))
     store = driver.store(None)
     store.save(0, driver.state())
+    store.wait()
     assert store.checkpoints()[0].finite
     other = {"epoch": 9, "mean": 9.0, "done": False, "far": 9, "best": 0.0}
     driver.update({**run.state, **other, "phase": 0j, "large": 0j, "pole": 0j})

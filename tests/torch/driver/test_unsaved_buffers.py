@@ -208,6 +208,7 @@ def test_nan_in_such_a_buffer_makes_no_checkpoint_unusable():
     store = MemoryStore()
     model.center.fill_(float("nan"))
     store.save(1, driver.state())
+    store.wait()
     (saved,) = store.checkpoints()
     assert saved.finite
     assert store.take_nonfinite() == []
