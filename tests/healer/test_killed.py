@@ -25,18 +25,18 @@ from tests.healer.training_loops import BOTH_FRAMEWORKS, Faults, loop_of, rules,
 
 pytestmark = pytest.mark.slow  # many processes; kills without processes: test_restarted_loops.py
 
-VARIANTS: dict[str, tuple[int, ...]] = {"rewound": (13, 14, 31), "forward": (13, 33)}
-"""Whether the data can be put back, and the batches that are NaN each time."""
+BAD = 13, 14, 31
+"""The batches that are NaN each time."""
 
 
-def start(framework: str, variant: str, root: Path, watched: Watched) -> None:
+def start(framework: str, root: Path, watched: Watched) -> None:
     """Checks what is on disk, then trains to the end, writing each step's state."""
     check(framework, root)
     policy = rules(recoveries=6)
     data = range(45)
 
     def run() -> dict[str, Any]:
-        loop = loop_of(framework, Faults(always=VARIANTS[variant]), policy)
+        loop = loop_of(framework, Faults(always=BAD), policy)
 
         def before(healer: Any, number: int) -> None:
             watched.end(STEP)
@@ -45,8 +45,7 @@ def start(framework: str, variant: str, root: Path, watched: Watched) -> None:
             file.write(json.dumps([healer.rollbacks, healer.step, number, *state]) + "\n")
             watched.begin(STEP)
 
-        numbers = iter(data) if variant == "forward" else data
-        result = train(loop, policy, numbers, before=before, store=root / "store", console=False)
+        result = train(loop, policy, data, before=before, store=root / "store", console=False)
         weights = digest(*loop.weights())
         return {"step": result.step, "rollbacks": result.rollbacks, "weights": weights}
 
@@ -78,14 +77,12 @@ def main(framework: str, root: Path, kills: int) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     counts = Counter[str]()
-    kinds: dict[str, Kind] = {}
-    for number, name in enumerate(itertools.cycle(VARIANTS)):
+    kind = Kind(root / "clean", partial(start, framework))
+    for number in itertools.count():
         left = kills - counts["kills"]
         if left <= 0:
             break
-        if name not in kinds:
-            kinds[name] = Kind(root / f"clean-{name}", partial(start, framework, name))
-        counts += kinds[name].killed(root / f"{number}", min(left, 12), f"{framework}-{number}")
+        counts += kind.killed(root / f"{number}", min(left, 12), f"{framework}-{number}")
     print(json.dumps(counts))
 
 
