@@ -181,8 +181,9 @@ def out_of_memory() -> dict[str, Any]:
                 found = found or gradients()
                 optimizer.step()
                 optimizer.zero_grad()
-    problem = next(e for e in read(folder / "run.events.jsonl").events if "sign" in e)["problem"]
-    assert "Largest owner of memory: " in problem, problem
+    events = read(folder / "run.events.jsonl").events
+    problem = next(event for event in events if event["kind"] == "fault")["problem"]
+    assert "memory profile: " in problem, problem
     assert [*folder.glob("run.memory.*.txt")], "no memory profile"
     assert healer.step == 3
     assert failed > 0, "memory did not run out"

