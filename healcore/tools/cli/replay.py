@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:  # imported in the functions, so that other commands start fas
     from rich.console import Console
 
     from healcore.policy import Policy
+    from healcore.tools.replay import Summary
+    from healcore.tools.traces import Trace
 
 OK, PARTIAL = 0, 1
 
@@ -121,7 +123,7 @@ def _replay_traces(
         sums_only: whether the table shows only the sums over all traces.
     """
     from healcore.adapter_registry import require
-    from healcore.tools.replay import ReplayError, replay, table
+    from healcore.tools.replay import ReplayError, replay
     from healcore.tools.report import page
     from healcore.tools.traces import open_traces, parse_columns
 
@@ -171,25 +173,7 @@ def _replay_traces(
         if sys.stdout.isatty() or os.environ.get("COLUMNS"):
             width = None  # rich finds the width
         printer = console(stderr=jsonl == "-", width=width)
-        answers = table.answers(opened, summaries)
-        if not sums_only:
-            _print_first(printer, answers, "bold")
-        shown = table.summary_table(summaries, sums_only=sums_only)
-        unlimited = printer.options.update_width(1 << 12)
-        # A narrow terminal wraps the lines, so that no number is cut.
-        shown.width = max(
-            printer.measure(shown, options=unlimited).minimum,
-            min(printer.measure(shown, options=unlimited).maximum, printer.width),
-        )
-        printer.print()
-        printer.print(shown, crop=False)
-        if sums_only:
-            _print_first(printer, answers, "")
-        for trace in opened:
-            _print_first(printer, trace.problems, "yellow")
-            _print_first(printer, trace.notes, "dim")
-        _print_first(printer, table.notes(summaries), "")
-        printer.print(table.LEGEND, style="dim", highlight=False)
+        _print(printer, opened, summaries, sums_only)
         if report:
             printer.print(f"page: {report}", markup=False, highlight=False)
     for failure in dict.fromkeys(failures):
@@ -199,6 +183,34 @@ def _replay_traces(
     if failures:
         raise typer.Exit(PARTIAL)
     raise typer.Exit(OK)
+
+
+def _print(
+    printer: Console, traces: Sequence[Trace], summaries: Sequence[Summary], sums_only: bool
+) -> None:
+    """Prints the first alarms, the table, problems and notes, and the legend of the table.
+
+    In a sweep the sums are the answer, so the first alarms follow the table.
+    """
+    from healcore.tools.replay import table
+
+    answers = table.answers(traces, summaries)
+    if not sums_only:
+        _print_first(printer, answers, "bold")
+    shown = table.summary_table(summaries, sums_only=sums_only)
+    unlimited = printer.options.update_width(1 << 12)
+    size = printer.measure(shown, options=unlimited)
+    # A narrow terminal wraps the lines, so that no number is cut.
+    shown.width = max(size.minimum, min(size.maximum, printer.width))
+    printer.print()
+    printer.print(shown, crop=False)
+    if sums_only:
+        _print_first(printer, answers, "")
+    for trace in traces:
+        _print_first(printer, trace.problems, "yellow")
+        _print_first(printer, trace.notes, "dim")
+    _print_first(printer, table.notes(summaries), "")
+    printer.print(table.LEGEND, style="dim", highlight=False)
 
 
 def _print_first(printer: Console, lines: Iterable[str], style: str) -> None:
