@@ -30,9 +30,6 @@ Records = Iterator[tuple[int, Fields]]
 
 _NOT_LOGGED = frozenset({"", "none", "null", "na", "n/a", "<na>"})
 """Texts of cells without a logged value. "nan" is a value."""
-_BLOCK_CHARACTERS = 1 << 15
-"""Characters of JSON Lines that are parsed at once. With more, Python's garbage collector would
-visit the records again and again."""
 
 
 class UnjudgeableLog(TraceError):
@@ -233,34 +230,29 @@ def json_lines(path: str, problems: list[RowProblem]) -> Records:
     Yields:
         Line number from 1, and the object of the line.
     """
-    number = 0
     with open_text(path) as file:
-        while lines := file.readlines(_BLOCK_CHARACTERS):
-            text = ",".join(lines)
-            try:
-                values = _json_value(f"[{text}]")  # faster than line after line
-            except (ValueError, RecursionError):
-                values = []
-            if len(values) != len(lines):
-                values = [json_of_line(line) for line in lines]
-            if text.count("{") > sum(["{" in line for line in lines]):
-                values = [flatten(each) if isinstance(each, dict) else each for each in values]
-            for value, line in zip(values, lines, strict=True):
-                number += 1
-                if isinstance(value, dict):
-                    yield number, value
-                elif line.strip():
-                    what = "not a JSON object"
-                    if not line.endswith(("\n", "\r")):
-                        what += " (the last line is truncated)"
-                    # A text without braces is no record: programs print it between records.
-                    is_record = value is not None or "{" in line or "}" in line
-                    message = f"{what}: {quote_excerpt(line.strip())}: skipped"
-                    problems.append(RowProblem(number, message, unusable=is_record))
+        for number, line in enumerate(file, 1):
+            value = json_of_line(line)
+            if isinstance(value, dict):
+                if line.count("{") > 1:
+                    value = flatten(value)
+                yield number, value
+            elif line.strip():
+                what = "not a JSON object"
+                if not line.endswith(("\n", "\r")):
+                    what += " (the last line is truncated)"
+                # A text without braces is no record: programs print it between records.
+                is_record = value is not None or "{" in line or "}" in line
+                message = f"{what}: {quote_excerpt(line.strip())}: skipped"
+                problems.append(RowProblem(number, message, unusable=is_record))
 
 
 def json_of_line(line: str) -> Any:
     """Parses a line of JSON Lines.
+
+    pydantic's parser takes a third of the time of `json`. It accepts no text that `json` rejects,
+    and rejects some texts that `json` accepts: half of a surrogate pair, deep nesting. pydantic
+    2.18 reads escaped characters wrongly, so `json` reads these.
 
     Args:
         line: any text.
@@ -269,24 +261,14 @@ def json_of_line(line: str) -> Any:
         The value, or None for a text that is not JSON.
     """
     try:
-        return _json_value(line)
+        if "\\u" not in line:
+            return from_json(line)
+    except ValueError:
+        pass
+    try:
+        return json.loads(line)
     except (ValueError, RecursionError):
         return None
-
-
-def _json_value(text: str) -> Any:
-    """The value of `json.loads`, and its errors.
-
-    pydantic's parser takes a third of the time of `json`. It accepts no text that `json` rejects,
-    and rejects some texts that `json` accepts: half of a surrogate pair, deep nesting. pydantic
-    2.18 reads escaped characters wrongly, so `json` reads these.
-    """
-    if "\\u" in text:
-        return json.loads(text)
-    try:
-        return from_json(text)
-    except ValueError:
-        return json.loads(text)
 
 
 def typed_steps(path: str, problems: list[RowProblem]) -> Records:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from healcore.tools.traces.formats import (
@@ -132,7 +132,7 @@ def printed_dicts(path: str, problems: list[RowProblem]) -> Records:
             problems.append(RowProblem(number, text, unusable=True))
 
 
-def printed_numbers(path: str, problems: list[RowProblem], chosen: Container[str] = ()) -> Records:
+def printed_numbers(path: str, problems: list[RowProblem], chosen: Iterable[str] = ()) -> Records:
     """Reads lines that name their numbers, as "iter 10: loss 3.14".
 
     In a log whose lines name places, a line without a place is the mean of an epoch, and not a
@@ -228,7 +228,7 @@ def _to_json(token: re.Match[str]) -> str:
     return _JSON_NAMES.get(name, "")
 
 
-def has_signal(record: Fields | None, chosen: Container[str] = ()) -> bool:
+def has_signal(record: Fields | None, chosen: Iterable[str] = ()) -> bool:
     """Whether a record may have a loss or a norm, in a spelling that healcore may not know.
 
     Args:

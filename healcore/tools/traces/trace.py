@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from healcore.console import counted
-from healcore.tools.traces.columns import RawLog
+from healcore.tools.traces.formats import RowProblem
 from healcore.tools.traces.names import (
     EPOCH,
     EPOCH_LENGTH,
@@ -29,6 +29,30 @@ from healcore.tools.traces.names import (
 
 _MAX_ATTEMPTS = 1000
 """More restarts mean that a file has several writers."""
+
+
+class RawLog(NamedTuple):
+    """The rows of one file, or of one run in a file, as written.
+
+    `join_logs` makes the trace of a run from the raw logs of all its files. All arrays have one
+    value for each row.
+    """
+
+    path: str
+    """Path of the file."""
+    run: str | None
+    """Name of the run in a file with several runs, or None."""
+    lines: np.ndarray
+    """int (n,): the line of each row."""
+    numbers: Mapping[str, np.ndarray]
+    """float64 (n,) by signal, "epoch", "epoch_length" and "step"; NaN for no number. Steps are
+    finite, or the log has none."""
+    logged: Mapping[str, np.ndarray]
+    """bool (n,) by signal: whether the row logs the signal."""
+    problems: list[RowProblem]
+    """Lines and cells that could not be used."""
+    notes: list[str]
+    """Remarks about usable content, each with the path."""
 
 
 class Rows(NamedTuple):
