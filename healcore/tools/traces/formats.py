@@ -30,6 +30,8 @@ Records = Iterator[tuple[int, Fields]]
 
 _NOT_LOGGED = frozenset({"", "none", "null", "na", "n/a", "<na>"})
 """Texts of cells without a logged value. "nan" is a value."""
+_PLACE = re.compile(r"\s*(\d+)\s*/\s*\d+\s*")
+"""A step or an epoch like "10/1000"."""
 
 
 class UnjudgeableLog(TraceError):
@@ -85,7 +87,8 @@ def parse_number(value: Any) -> float | None:
         value: a text, a number or None.
 
     Returns:
-        The number, which may be NaN or infinity, or None for a text such as "" or "N/A".
+        The number, which may be NaN or infinity, or None for a text such as "" or "N/A". It is 10
+        for "10/1000".
 
     Raises:
         ValueError: the value is not a number, for example a text with words, or a bool.
@@ -98,6 +101,8 @@ def parse_number(value: Any) -> float | None:
                 return float(value)
         except ValueError:
             pass
+        if place := _PLACE.fullmatch(value):
+            return float(place[1])
         if value.strip().lower() in _NOT_LOGGED:
             return None
     elif isinstance(value, int) and not isinstance(value, bool):
@@ -238,12 +243,9 @@ def json_lines(path: str, problems: list[RowProblem]) -> Records:
                     value = flatten(value)
                 yield number, value
             elif line.strip():
-                what = "not a JSON object"
-                if not line.endswith(("\n", "\r")):
-                    what += " (the last line is truncated)"
                 # A text without braces is no record: programs print it between records.
                 is_record = value is not None or "{" in line or "}" in line
-                message = f"{what}: {quote_excerpt(line.strip())}: skipped"
+                message = f"not a JSON object: {quote_excerpt(line.strip())}: skipped"
                 problems.append(RowProblem(number, message, unusable=is_record))
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from healcore import regular_file
-from healcore.console import counted
+from healcore.console import counted, error_text
 from healcore.tools.traces import formats, printed
 from healcore.tools.traces.formats import Records, RowProblem, UnjudgeableLog, parse_number
 from healcore.tools.traces.names import (
@@ -56,9 +56,6 @@ _RUN_NAME = re.compile(
 """Columns that identify a run. In the log of one run they have one value."""
 _RUN_FACTS = frozenset({"state", "status", "created", "runtime", "sweep"})
 """Columns that trackers add to a table of runs."""
-_SLASH = re.compile(r"(?<=\d)\s*/\s*\d+\s*$")
-"""The end of a step like "10/1000"."""
-
 _Runs = list[tuple[str, list[RawLog]]]
 """The name of each run, and the logs of its files."""
 
@@ -152,11 +149,11 @@ def open_traces(
 
 def _unreadable(path: str, error: Exception) -> Unreadable:
     """Describes why a path could not be read."""
-    reason = f"it cannot be read ({type(error).__name__}: {str(error)[:200]})"
     if isinstance(error, TraceError):
         reason = str(error)
-    elif isinstance(error, OSError):
-        reason = f"it cannot be read: {error.strerror or error}"
+    else:
+        text = getattr(error, "strerror", None) or error_text(error)
+        reason = f"it cannot be read: {text[:200]}"
     return Unreadable(path, reason, isinstance(error, UnjudgeableLog))
 
 
@@ -517,11 +514,7 @@ def _parse_rows(
     lines = cells.lines[is_row]
     steps = np.full(len(lines), np.nan)
     if STEP in keys:
-        column = cells.columns[keys[STEP]][is_row]
-        if column.dtype == object:
-            texts = [_SLASH.sub("", cell) if type(cell) is str else cell for cell in column]
-            column = np.fromiter(texts, object, len(texts))
-        steps, _, wrong = _parse(column)
+        steps, _, wrong = _parse(cells.columns[keys[STEP]][is_row])
         has_step = np.isfinite(steps)
         judged = [keys[name] for name in JUDGED_SIGNALS if name in keys]
         values = cells.columns[judged[0]][is_row]

@@ -64,7 +64,7 @@ def test_typed_records_torn_lines_and_other_types(tmp_path):
     assert table.logged["loss"].tolist() == [True, True, False, True]
     assert column(table.values["grad_norm"]) == [1, "nan", "nan", "nan"]
     assert [line for line, _ in problems_of(trace)] == [65, 67, 68, 69, 70, 72]
-    assert "the last line is truncated" in problems_of(trace)[-1][1]
+    assert "not a JSON object" in problems_of(trace)[-1][1]
 
 
 def test_each_of_several_optimizers_is_a_trace(tmp_path):
