@@ -169,7 +169,7 @@ def _show(report: Report) -> None:
     """Prints the verdict, the checks, the layers that deviate most and the notes."""
     lines = [f"{report.verdict.value:5} {report.subject}"]
     for name, value in (("score", report.score), *report.facts.items()):
-        if isinstance(value, (int, float)):
+        if type(value) is int or (name == "score" and value is not None):
             lines[0] += f"  {name.replace('_', ' ')} {value:.6g}"
     for check in report.checks:
         name = check.name.replace("_", " ")

@@ -199,9 +199,10 @@ def _print(
         _print_first(printer, answers, "bold")
     shown = table.summary_table(summaries, sums_only=sums_only)
     unlimited = printer.options.update_width(1 << 12)
-    size = printer.measure(shown, options=unlimited)
-    # A narrow terminal wraps the lines, so that no number is cut.
-    shown.width = max(size.minimum, min(size.maximum, printer.width))
+    if printer.measure(shown, options=unlimited).minimum > printer.width:
+        # A narrow terminal wraps the lines, so that no number is cut.
+        shown.columns[0].min_width = 12
+        shown.width = printer.measure(shown, options=unlimited).minimum
     printer.print()
     printer.print(shown, crop=False)
     if sums_only:

@@ -71,7 +71,7 @@ def _probe_other(path: Path, inputs: CheckpointInputs) -> Report:
             if count:
                 facts["nonfinite"][".".join(keys)] = count
     bad = disallowed(facts["nonfinite"], inputs.nonfinite_ok)
-    message = f"NaN or Inf in {len(bad)} of {facts['arrays']} arrays {first_of(bad)}"
+    message = f"NaN or Inf in {len(bad)} of {facts['arrays']} arrays: {first_of(bad)}"
     checks = [check("finite", len(bad), False, bad, message), digests]
     if inputs.require_good:
         message = "only a healcore store records the health of later steps"

@@ -199,7 +199,7 @@ def check(name: str, value: Any, warn: object, fail: object, message: str) -> Ch
         verdict = FAIL
     elif warn:
         verdict = WARN
-    return Check(name, verdict, message, value)
+    return Check(name, verdict, message.removesuffix(": "), value)
 
 
 def run_probe(name: str, subject: str, judge: Callable[..., Report], *arguments: Any) -> Report:

@@ -219,19 +219,24 @@ def _judge_curve(loss: np.ndarray, levels: _Levels, inputs: LossInputs) -> list[
     if min(start, finite.min()) > 0:
         ratio = end / start
         warn = end > inputs.max_convergence_ratio * start + margin
-        message = f"the end is {ratio:.4g} of the start"
+        message = (
+            f"the end is {ratio:.4g} of the start; WARN above {inputs.max_convergence_ratio:g}"
+        )
         checks.append(check("convergence_ratio", ratio, warn, False, message))
     lost = 0.0
     # The margin is larger, because noise alone puts the lowest of many medians below the rest.
     if start > best and end - best > 2 * bound * noise:
         lost = min(1.0, (end - best) / (start - best))
     message = f"the end, {end:.4g}, has lost {lost:.1%} of the progress to the best, {best:.4g}"
+    message += f"; WARN above {inputs.warn_regret:.0%}, FAIL above {inputs.fail_regret:.0%}"
     warn, fail = lost > inputs.warn_regret, lost > inputs.fail_regret
     checks.append(check("regret", lost, warn, fail, message))
     if len(finite) >= _MIN_VALUES_FOR_SMOOTHNESS and finite.var() > 0:
         changes = np.diff(loss)
         smoothness = 1 - changes[np.isfinite(changes)].var() / finite.var()
-        message = f"{smoothness:.3f}; noise around a level has -1"
+        message = (
+            f"{smoothness:.3f}; noise around a level has -1; WARN below {inputs.min_smoothness:g}"
+        )
         warn = smoothness < inputs.min_smoothness
         checks.append(check("smoothness", float(smoothness), warn, False, message))
     return checks

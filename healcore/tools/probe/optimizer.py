@@ -154,7 +154,7 @@ def probe_optimizer(path: Path, inputs: OptimizerInputs) -> Report:
     for flag in ("nonfinite", "dead"):
         facts[flag] = [each.name for each in parameters if getattr(each, flag)]
     bad = facts["nonfinite"]
-    message = f"moments of {len(bad)} parameters are not finite or below 0: {first_of(bad)}"
+    message = f"{len(bad)} parameters have moments that are not finite or below 0: {first_of(bad)}"
     checks = [check("finite", len(bad), bad, len(bad) >= inputs.fail_nonfinite, message)]
     if step is not None and step >= inputs.min_step:
         checks.append(Check("step", PASS, f"step {step:g}", step))

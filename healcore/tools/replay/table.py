@@ -24,7 +24,8 @@ _PARTS = 10
 """Parts of a loss curve whose medians are compared."""
 LEGEND = (
     "alarms: rows with a cause. incidents: alarms that the policy acts on. lowest LR: multiplier "
-    "(number of cuts). ends at: stop of a live run."
+    "(number of cuts). ends at: stop of a live run. The rows after a skip are as they were logged, "
+    "and a log has no weights to compare (docs/replay.md)."
 )
 
 
@@ -68,9 +69,7 @@ def summary_table(summaries: Sequence[Summary], *, sums_only: bool = False) -> T
         pad_edge=False,
         padding=(0, 1, 0, 0),
     )
-    table.add_column(
-        "trace", overflow="fold", min_width=12
-    )  # the only column that a narrow terminal wraps
+    table.add_column("trace", overflow="fold")  # the only column that a narrow terminal wraps
     if len(policies) > 1:
         table.add_column("policy", no_wrap=True)
     for name in (*COUNTS, "lowest LR", "ends at"):
@@ -144,26 +143,30 @@ def answers(traces: Sequence[Trace], summaries: Sequence[Summary]) -> list[str]:
     losses: dict[str, np.ndarray] = {}
     for trace in traces:
         losses[trace.name] = trace.rows.values.get("loss", np.zeros(0))
-    alarmed: list[str] = []
-    silent: list[str] = []
+    alarmed: dict[tuple[str, str], list[str]] = {}  # trace and text -> the policies
+    silent: dict[tuple[str, str], list[str]] = {}
     for summary in summaries:
-        line = f"{summary.trace}, {summary.policy}: "
         missing = "; ".join(summary.missing.values())
-        if not summary.alarms:
+        found = alarmed
+        if summary.alarms:
+            text = f"first alarm at {summary.unit} {summary.first_alarm:.15g}"
+            if summary.judged_from is not None:
+                start = f"{summary.unit} {summary.judged_from:.15g}"
+                text += f"; all detectors judge from {start} on"
+            if len(summary.onsets) > 1:
+                others = [f"{onset:.15g}" for onset in summary.onsets[1:]]
+                text += f"; alarms begin again at {summary.unit} {first_of(others, _MAX_ALARMED)}"
+            if missing:
+                text += f"; {missing}"
+        else:
+            found = silent
             judged = counted(summary.rows - summary.unjudged, "row")
-            silent.append(line + (missing or f"no alarm in {judged}{_rise(losses[summary.trace])}"))
-            continue
-        line += f"first alarm at {summary.unit} {summary.first_alarm:.15g}"
-        if summary.judged_from is not None:
-            start = f"{summary.unit} {summary.judged_from:.15g}"
-            line += f"; all detectors judge from {start} on"
-        if len(summary.onsets) > 1:
-            others = [f"{onset:.15g}" for onset in summary.onsets[1:]]
-            line += f"; alarms begin again at {summary.unit} {first_of(others, _MAX_ALARMED)}"
-        if missing:
-            line += f"; {missing}"
-        alarmed.append(line)
-    return alarmed + silent
+            text = missing or f"no alarm in {judged}{_rise(losses[summary.trace])}"
+        found.setdefault((summary.trace, text), []).append(summary.policy)
+    lines: list[str] = []
+    for (trace, text), policies in [*alarmed.items(), *silent.items()]:
+        lines.append(f"{trace}, {first_of(policies)}: {text}")
+    return lines
 
 
 def _rise(loss: np.ndarray) -> str:
@@ -195,21 +198,18 @@ def notes(summaries: Sequence[Summary]) -> list[str]:
     for summary in summaries:
         unjudged[summary.trace] = summary.unjudged
         names.add(summary.policy)
-    policies = len(names)
-    traces = len(summaries) // max(policies, 1)
-    lines: list[str] = []
-    counts: Counter[str] = Counter()
+    counts: dict[str, Counter[str]] = {}  # line -> the number of traces for each policy
     for summary in summaries:
         for signal, parts in summary.inactive.items():
             line = inactive_line(signal, parts)
-            if policies > 1:
-                line = f"{summary.policy}: {line}"
-            counts[line] += 1
-    for line, count in counts.items():
-        if count == traces:
-            lines.append(line)
-        else:
-            lines.append(f"{line} in {count} of {traces} traces")
+            counts.setdefault(line, Counter())[summary.policy] += 1
+    lines: list[str] = []
+    for line, by_policy in counts.items():
+        if len(by_policy) < len(names):
+            line = f"{first_of([*by_policy])}: {line}"
+        if max(by_policy.values()) < len(unjudged):
+            line += f" in {max(by_policy.values())} of {len(unjudged)} traces"
+        lines.append(line)
     number = sum(unjudged.values())
     if number:
         lines.append(f"{counted(number, 'row')} without a loss and a gradient norm: not judged")
