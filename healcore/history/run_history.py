@@ -135,8 +135,10 @@ class Incident:
     @property
     def skipped_batches(self) -> tuple[tuple[int, ...], ...]:
         """(epoch, index) of the batches that rollbacks have skipped."""
-        skipped = [tuple(batch) for event in self.responses for batch in event.batches or ()]
-        return tuple(dict.fromkeys(skipped))  # two rollbacks may skip the same batch
+        skipped: dict[tuple[int, ...], None] = {}  # two rollbacks may skip the same batch
+        for event in self.responses:
+            skipped |= dict.fromkeys(map(tuple, event.batches or ()))
+        return tuple(skipped)
 
     @property
     def last_kind(self) -> str:

@@ -28,7 +28,7 @@ STYLE |= {"figure.facecolor": _PAGE, "font.size": 9.0, "text.color": _TEXT}
 STYLE |= dict.fromkeys(("axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _QUIET)
 """Settings of matplotlib for `to_svg`."""
 _MARGINS = 1.0
-"""Inches beside the axes."""
+"""Inches to the left and right of the axes."""
 _CHARACTER_WIDTH = 0.07
 """Width of a character in inches."""
 _LOG_AXIS_RATIO = 30.0

@@ -187,7 +187,7 @@ class IncidentMonitor:
         is_first = incident is not None and incident.alarms == 1
         alerts: list[Cause | None] = []
         for place, record in enumerate(result.records):
-            begins, few, told, has_line = Cause(0), False, False, False
+            begins, few, may_alert, has_line = Cause(0), False, False, False
             for name in names_of(record.cause):
                 fault = f"{record.engine}/{name}"
                 since = result.index - last_alarms.get(fault, -self._steps_without - 1)
@@ -200,7 +200,7 @@ class IncidentMonitor:
                 alarms = self._alarms[fault]
                 few |= alarms <= MAX_ALARMS
                 if is_logged(self._faults[fault]):
-                    told = True
+                    may_alert = True
                     has_line |= is_first or is_power_of_ten(alarms)
             action = Action(record.action)
             alert = begins
@@ -208,7 +208,7 @@ class IncidentMonitor:
                 alert = Cause(record.cause)
             if begins:
                 action |= Action.ALERT
-            if not told:
+            if not may_alert:
                 alert = Cause(0)
             has_line |= bool(alert)
             has_line |= bool(action & Action.CUT_LR) and not self.run.policy.observes
