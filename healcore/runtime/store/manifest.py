@@ -150,18 +150,19 @@ def remove(folder: Path) -> None:
     files.discard(temporary)
 
 
-def sweep(root: Path) -> list[str]:
-    """Removes the temporary files of killed processes.
+def sweep(root: Path, folders: Sequence[Path] | None = None) -> list[str]:
+    """Removes the temporary files of killed processes and of saves that have failed.
 
-    The caller has claimed the directory, and nothing is being written.
+    The caller has claimed the directory, and nothing is being written there.
 
     Args:
         root: directory of the run.
+        folders: the checkpoints whose temporary files are removed too. None for all.
 
     Returns:
         The paths of what was removed, relative to the directory.
     """
-    places = [root, *folders_of(root)]
+    places = [root, *(folders_of(root) if folders is None else folders)]
     found = [each for place in places for each in place.glob(".tmp-healcore-*")]
     found = [each for each in found if files.TEMPORARY.fullmatch(each.name)]
     return [each.relative_to(root).as_posix() for each in found if files.discard(each)]

@@ -264,6 +264,8 @@ class CheckpointStore(Writer):
         """Writes a checkpoint atomically. Every rank calls it; if one fails, all raise."""
 
         def begin() -> Path:
+            # After a save has failed, a thread of the framework may still have written files.
+            manifest.sweep(root, folders=[])
             folder = files.new_temporary(root)
             folder.mkdir()
             return folder
