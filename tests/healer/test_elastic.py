@@ -196,6 +196,7 @@ def test_a_rank_is_killed_again_and_again(kills, tmp_path):
 def test_torchrun_restarts_a_killed_rank_and_ends_when_it_may_no_more(tmp_path, monkeypatch):
     # See https://github.com/pytorch/pytorch/issues/167288.
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    monkeypatch.setenv("PYTHONPATH", str(forked_programs.ROOT))  # the ranks import this module
     torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", WORLD
     rank = *PROGRAM, "DDP", tmp_path, 2, 3
     done = forked_programs.run(*torchrun, "--max-restarts", 1, *rank, timeout=720)

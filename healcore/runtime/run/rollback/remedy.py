@@ -137,8 +137,9 @@ def _limits_rate(trouble: Trouble, tries: Sequence[RollbackRecord], facts: Facts
     """Whether the rates get a ceiling.
 
     A rate above every healthy rate gets one at once. A rate of which no healthy value is known is
-    the last suspect, but the first one at the start of the run if earlier weights are better, and
-    the second one if no step is finite any more.
+    the last suspect, at the latest when one rollback is left for weights that are not finite. It is
+    the first one at the start of the run if earlier weights are better, and the second one if no
+    step is finite any more.
     """
     if facts.lr_cuts <= 0 or trouble.arrays:
         return False
@@ -150,7 +151,11 @@ def _limits_rate(trouble: Trouble, tries: Sequence[RollbackRecord], facts: Facts
         return True
     if not tries or facts.rate is not RateFact.UNKNOWN:
         return False
-    return trouble.cause is TroubleCause.NO_FINITE_STEP or not _may_help(trouble, tries, facts)
+    if trouble.cause is TroubleCause.NO_FINITE_STEP:
+        return True
+    if not trouble.finite and facts.rollbacks_left <= 1:
+        return True
+    return not _may_help(trouble, tries, facts)
 
 
 def _may_help(trouble: Trouble, tries: Sequence[RollbackRecord], facts: Facts) -> bool:

@@ -97,6 +97,13 @@ def test_weights_that_are_not_finite_end_with_a_quarter_of_the_rate_and_then_sto
     assert found[1].envelope.frozen is not None
 
 
+def test_the_last_rollback_for_nan_limits_an_unknown_rate_also_where_later_steps_are_frozen():
+    frozen = Remedy(Outcome.REPEAT, Envelope(frozen=(21, 38)))
+    facts = FACTS._replace(rate=RateFact.UNKNOWN, snapshot=0, rollbacks_left=1)
+    last = remedy(NAN, [tried(replace(NAN, onset=22, found_at=38), frozen)], facts)
+    assert (last.outcome, last.limits_rate, last.is_last) == (Outcome.REPEAT, True, True)
+
+
 def test_an_unknown_rate_is_limited_again_and_again_before_the_third_row():
     found = until_the_end(BETTER, FACTS._replace(rate=RateFact.UNKNOWN))
     assert [each.limits_rate for each in found] == [False, True, True, False]
