@@ -381,7 +381,10 @@ class Axes(NamedTuple):
         values, squares = lax.psum((values, squares), self.names)
         new = {}
         for name, total in values.items():
-            new[name] = total > 0 if name in _FLAGS else total / self._size(self.names)
+            if name in _FLAGS:
+                new[name] = total > 0
+            else:
+                new[name] = total / self._size(self.names)
         if squares is not None:
             squares /= self._size(self.averaged)
             leaf_norms = jnp.sqrt(squares)
@@ -400,7 +403,9 @@ def _axis_names(given: AxisName) -> tuple[str, ...]:
     """The names that a user passes, as a tuple."""
     if given is None:
         return ()
-    return (given,) if isinstance(given, str) else tuple(given)
+    if isinstance(given, str):
+        return (given,)
+    return tuple(given)
 
 
 def _scalar(name: str, value: Any) -> jax.Array:

@@ -186,7 +186,10 @@ def _unpack(template: PyTree, vector: Any) -> Any:
         part = vector[..., start : start + leaf.size]
         start += leaf.size
         is_float = leaf.dtype == np.float32
-        values = part.view(np.float32) if is_float else part.astype(leaf.dtype)
+        if is_float:
+            values = part.view(np.float32)
+        else:
+            values = part.astype(leaf.dtype)
         leaves[i] = values.reshape(part.shape[:-1] + leaf.shape)
     return structure.unflatten(leaves)
 
@@ -205,7 +208,10 @@ def init(engine: Engine, leaves: int, records: int) -> HealState:
     Returns:
         The HealState, with a neutral decision and the engine's initial numbers.
     """
-    tensors = leaves if engine.per_tensor else None
+    if engine.per_tensor:
+        tensors = leaves
+    else:
+        tensors = None
     first = engine.init(groups=tensors or 0)
     fingerprint = np.frombuffer(bytes.fromhex(_fingerprint(engine)), ">i4")
     return HealState(

@@ -344,5 +344,8 @@ def is_healing(node: PyTree) -> bool:
 
 def _arrays_of(node: PyTree) -> dict[str, Any]:
     """The array of each field of a HealState, without the Variable around it."""
-    fields = node if isinstance(node, Mapping) else node._asdict()
+    if isinstance(node, Mapping):
+        fields = node
+    else:
+        fields = node._asdict()
     return {name: next(iter(jax.tree.leaves(field)), None) for name, field in fields.items()}

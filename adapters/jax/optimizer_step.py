@@ -139,7 +139,9 @@ class OptimizerStep:
             return None
         smallest = min(places, key=lambda place: self._updates[place].size)
         update = self._output(smallest, updates, state, params)
-        return None if update is None else ~jnp.isfinite(update).all()
+        if update is None:
+            return None
+        return ~jnp.isfinite(update).all()
 
     def has_loop(self) -> bool:
         """Whether the step has a loop, such as a line search."""
@@ -222,7 +224,9 @@ class OptimizerStep:
         env.update(zip(jaxpr.invars, jax.tree.leaves((updates, state, params)), strict=True))
 
         def read(atom: Atom) -> Leaf:
-            return atom.val if isinstance(atom, jex.Literal) else env[atom]
+            if isinstance(atom, jex.Literal):
+                return atom.val
+            return env[atom]
 
         def keep(place: int, new: Leaf) -> Leaf:
             return select(skip, old_leaves[place], new, self._names[place], may_widen=True)
@@ -250,8 +254,14 @@ class OptimizerStep:
                 # second use, with which LLVM does not contract the product into the sum of the
                 # parameter. RMSprop would end with other last bits than without `protect`. A bad
                 # literal spoils each update, which `makes_nonfinite` notices.
-                tested = map(read, factors.get(id(var), [var])) if fills else ()
-                update = found[place] if lr_scale is None else product(found[place], lr_scale)
+                if fills:
+                    tested = map(read, factors.get(id(var), [var]))
+                else:
+                    tested = ()
+                if lr_scale is None:
+                    update = found[place]
+                else:
+                    update = product(found[place], lr_scale)
                 found[place] = filled(update, taken, -0.0, tested)
         return jax.tree.unflatten(jax.tree.structure(self._outputs), found)
 
@@ -269,10 +279,15 @@ def _evaluate(eqn: jex.JaxprEqn, read: Callable[[Atom], Leaf]) -> Sequence[Leaf]
     """Evaluates one equation, as in JAX's guide "Writing custom interpreters"."""
     params = eqn.primitive.get_bind_params(eqn.params)
     # Before JAX 0.9 the result is a pair.
-    functions, params = params if isinstance(params, tuple) else ((), params)
+    if isinstance(params, tuple):
+        functions, params = params
+    else:
+        functions, params = ((), params)
     with eqn.ctx.manager:
         out = eqn.primitive.bind(*functions, *map(read, eqn.invars), **params)
-    return out if eqn.primitive.multiple_results else [out]
+    if eqn.primitive.multiple_results:
+        return out
+    return [out]
 
 
 # -- selections ------------------------------------------------------------------------------------
@@ -364,7 +379,10 @@ def select(skip: jax.Array, old: Leaf, new: Leaf, name: str, *, may_widen: bool 
             f"shapes and dtypes of its state. Write {name} = new.astype({old.dtype}) in the step"
         )
     is_float = jnp.issubdtype(old.dtype, jnp.floating)
-    bits = _SMALL_FLOATS.get(jnp.finfo(old.dtype).bits) if is_float else None
+    if is_float:
+        bits = _SMALL_FLOATS.get(jnp.finfo(old.dtype).bits)
+    else:
+        bits = None
     if bits is None:
         return lax.select(skip, old, new)
     # On a CPU, XLA selects bfloat16 values in float32, which turns every NaN into the same NaN: 252

@@ -175,7 +175,10 @@ def heal_zclip(
     }
     arrays = {name: plain.pop(name) for name in [*plain] if is_array(plain[name])}
     for name, array in arrays.items():
-        dtype = jnp.int32 if name == "warmup_steps" else jnp.float32
+        if name == "warmup_steps":
+            dtype = jnp.int32
+        else:
+            dtype = jnp.float32
         arrays[name] = jnp.asarray(array).astype(dtype)
     engine = engine_of("zclip", {"clip": plain})
     if arrays:
@@ -422,7 +425,10 @@ class Protection:
         for name, value in (given | others).items():
             if self._named is not None and name not in self._named:
                 continue
-            keywords[name] = jnp.asarray(value) if is_number(value) else value
+            if is_number(value):
+                keywords[name] = jnp.asarray(value)
+            else:
+                keywords[name] = value
         signals = checked(given, self.engine)
         return in_one_call(self._step, updates, state, params, signals, keywords)
 
@@ -495,7 +501,10 @@ class Protection:
         if traced.has_loop():
             # Bad gradients become zeros, so that a line search or Newton-Schulz ends.
             updates = gradients.fill_where(updates, skip, 0.0)
-        lr_scale = decision.lr_scale if scales_updates else None
+        if scales_updates:
+            lr_scale = decision.lr_scale
+        else:
+            lr_scale = None
         updates, inner_state = traced.take_or_skip(
             skip, old, updates, given_state, arrays, lr_scale=lr_scale, fills=heals
         )

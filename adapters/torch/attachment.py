@@ -417,5 +417,8 @@ class Healing:
         where = "host"
         if self.live_engine.device is not None:
             where = "device"
-        late = ", which judges a step after it was taken" if self.live_engine.judges_late else ""
+        if self.live_engine.judges_late:
+            late = ", which judges a step after it was taken"
+        else:
+            late = ""
         return f"<Healing of {type(self.optimizer).__name__}, {where} engine{late}>"

@@ -94,7 +94,9 @@ def scaler(state: State) -> torch.amp.GradScaler | None:
         and with several GradScalers.
     """
     found = {each for value in state.values() for each in _scalers_in(value)}
-    return found.pop() if len(found) == 1 else None
+    if len(found) == 1:
+        return found.pop()
+    return None
 
 
 def _scalers_in(value: Any) -> list[torch.amp.GradScaler]:

@@ -146,7 +146,10 @@ class OptimizerNumbers:
         be held. The program's own values have to be back in the groups. An excluded number stays
         excluded. Numbers that are the same as in the step before were changed by nobody.
         """
-        now = self._numbers() if self._are_new else {}
+        if self._are_new:
+            now = self._numbers()
+        else:
+            now = {}
         for key, number in now.items():
             before = self._given.get(key)
             # NaN is not equal to itself.

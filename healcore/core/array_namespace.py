@@ -250,7 +250,10 @@ def _namespace(operands: tuple[Any, ...]) -> ArrayNamespace:
     for each in operands:
         if type(each) not in _namespaces:
             bases = [base for base in _namespaces if isinstance(each, base)]
-            _namespaces[type(each)] = _namespaces[bases[0]] if bases else lambda array: NUMPY
+            if bases:
+                _namespaces[type(each)] = _namespaces[bases[0]]
+            else:
+                _namespaces[type(each)] = lambda array: NUMPY
         namespace = _namespaces[type(each)](each)
         if namespace is not NUMPY:
             return namespace

@@ -64,7 +64,9 @@ def names_of(flags: enum.Flag) -> list[str]:
     Returns:
         The names, lowest bit first: ``["GRAD_SPIKE", "LOSS_SPIKE"]`` for ``Cause(12)``.
     """
-    return [each.name for each in type(flags) if each.name and each & flags] if flags else []
+    if flags:
+        return [each.name for each in type(flags) if each.name and each & flags]
+    return []
 
 
 class DetectorResult(NamedTuple):

@@ -33,7 +33,9 @@ def to_float32(value: float) -> float:
     """
     with np.errstate(over="ignore", under="ignore"):
         rounded = float(np.float32(value))
-    return 0.0 if abs(rounded) < _SMALLEST else rounded
+    if abs(rounded) < _SMALLEST:
+        return 0.0
+    return rounded
 
 
 class Range(NamedTuple):

@@ -170,7 +170,10 @@ def check_scalar(name: str, value: Float) -> np.float32:
         with np.errstate(over="ignore"), suppress(TypeError, ValueError, OverflowError):
             array = np.asarray(value, dtype=np.float64)
     if array is None or array.size != 1:
-        shown = repr(value) if array is None else f"{array.size} numbers of shape {array.shape}"
+        if array is None:
+            shown = repr(value)
+        else:
+            shown = f"{array.size} numbers of shape {array.shape}"
         raise SignalError(
             f"{name} must be one number, got {type(value).__name__} ({shown:.60}): write "
             "loss.mean() instead of one loss for each sample, and loss instead of (loss, aux)"

@@ -223,7 +223,10 @@ def host_record(values: Sequence[Any], engine: str = "") -> StepRecord:
     step, onset, incident, is_open, action, cause, depth, skip = map(int, values[:RECORD_INTS])
     why = Why.TAKEN
     if skip:  # every rule has a cause, and a frozen step needs none
-        why = Why.POLICY if cause else Why.FROZEN
+        if cause:
+            why = Why.POLICY
+        else:
+            why = Why.FROZEN
     *floats, rate = map(float, values[RECORD_INTS:])
     lr: float | None = None
     if rate >= 0:
@@ -298,7 +301,8 @@ def suspect_gradients(
     Returns:
         At most 10 tensors whose norm is not finite, or at least `REPORT_RATIO` times the usual one.
     """
-    usual = np.zeros_like(norms) if usual is None else usual
+    if usual is None:
+        usual = np.zeros_like(norms)
     with np.errstate(all="ignore"):
         ratios = np.where(usual > 0, norms / usual, 0.0)
     ratios[~(norms <= SIGNAL_LIMIT)] = np.inf  # NaN and overflow need no usual norm

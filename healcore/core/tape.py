@@ -238,7 +238,9 @@ class Tape(ArrayNamespace):
         """Writes a tree of placeholders as the left side of an assignment."""
         if isinstance(tree, tuple):
             return f"[{', '.join(self.pattern(part) for part in tree)}]"
-        return "_" if tree is None else tree.name
+        if tree is None:
+            return "_"
+        return tree.name
 
     def expression(self, tree: Any) -> str:
         """Writes a tree of placeholders and constants as an expression."""
@@ -256,7 +258,9 @@ class Tape(ArrayNamespace):
 
 def _sample(value: Operand) -> Any:
     """The example of a placeholder, or the constant itself."""
-    return value.sample if isinstance(value, RecordedValue) else value
+    if isinstance(value, RecordedValue):
+        return value.sample
+    return value
 
 
 def _cast_like(value: Operand, other: Operand) -> Any:

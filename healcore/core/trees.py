@@ -149,7 +149,10 @@ def from_json_data(template: Any, data: Any, place: str) -> Any:
             array = np.asarray(data, template.dtype if data == [] else None)
             cast = array.astype(template.dtype, casting="same_kind")
             # A float64 in JSON is the float32 itself; an integer may be too large.
-            fits = np.isfinite(cast) if cast.dtype.kind == "f" else cast == array
+            if cast.dtype.kind == "f":
+                fits = np.isfinite(cast)
+            else:
+                fits = cast == array
             if cast.shape == template.shape and fits.all():
                 return cast
     elif isinstance(template, tuple) and isinstance(data, Mapping):

@@ -294,11 +294,16 @@ def _by_kind(source: Any, handler: Any) -> Any:
 def _kind(clip: Any) -> Any:
     if isinstance(clip, Mapping):
         return clip.get("kind", ZClipConfig.kind)
-    return NONE if clip is None or clip == NONE else None
+    if clip is None or clip == NONE:
+        return NONE
+    return None
 
 
 def _without_kind(clip: Any) -> dict[str, Any]:
-    entries = clip.items() if isinstance(clip, Mapping) else ()
+    if isinstance(clip, Mapping):
+        entries = clip.items()
+    else:
+        entries = ()
     return {key: value for key, value in entries if key != "kind"}
 
 
@@ -382,7 +387,10 @@ class Policy(NamedTuple):
             The config without the parts that only the host uses. Floats are rounded to float32
             once, for all backends.
         """
-        clip = None if isinstance(self.clip, NoClip) else rounded(self.clip)
+        if isinstance(self.clip, NoClip):
+            clip = None
+        else:
+            clip = rounded(self.clip)
         rules = []
         for rule in self._detector_rules():
             if self._is_for_host(rule):
@@ -526,7 +534,9 @@ def rounded(table: Any, core: Any = None) -> Any:
     if is_table(table):
         core = core or type(table)
         return core(*(rounded(getattr(table, name)) for name in core._fields))
-    return to_float32(table) if isinstance(table, float) else table
+    if isinstance(table, float):
+        return to_float32(table)
+    return table
 
 
 def fingerprint(policy: Policy) -> str:

@@ -209,7 +209,10 @@ def preset_text(name: str) -> str:
     if name in known:
         return (resources.files("healcore.policies") / f"{name}.toml").read_text(encoding="utf-8")
     similar = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    write = f"did you mean {similar[0]!r}? " if similar else f"one of {', '.join(known)}. "
+    if similar:
+        write = f"did you mean {similar[0]!r}? "
+    else:
+        write = f"one of {', '.join(known)}. "
     write += f"For a file write {name}.toml"
     shown = show_value(name)
     rule = "the name of a preset or recipe of `healcore policy list`"
@@ -306,7 +309,10 @@ def merged(data: Table, overrides: Table) -> dict[str, Any]:
         kind = clip.get("kind")
         if kind == NONE and "kind" not in changes:
             # A limit for a policy without clipping. Without a limit nothing changes.
-            changes = {} if changes == {"max_norm": None} else {"kind": "fixed", **changes}
+            if changes == {"max_norm": None}:
+                changes = {}
+            else:
+                changes = {"kind": "fixed", **changes}
         if changes.get("kind", kind) != kind:
             clip = {}  # the keys of one kind do not fit another
         data, new["clip"] = {**data, "clip": clip}, changes
@@ -315,9 +321,15 @@ def merged(data: Table, overrides: Table) -> dict[str, Any]:
 
 def _merged_tables(old: Any, changes: Table) -> dict[str, Any]:
     """A copy of nested tables with values replaced. A key that is not named stays."""
-    new = dict(old) if isinstance(old, Mapping) else {}
+    if isinstance(old, Mapping):
+        new = dict(old)
+    else:
+        new = {}
     for key, value in changes.items():
-        new[key] = _merged_tables(new.get(key), value) if isinstance(value, Mapping) else value
+        if isinstance(value, Mapping):
+            new[key] = _merged_tables(new.get(key), value)
+        else:
+            new[key] = value
     return new
 
 

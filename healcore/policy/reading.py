@@ -62,7 +62,10 @@ class PolicyError(HealcoreError, ValueError):
 
     def _message(self) -> str:
         count = len(self.problems)
-        noun = "problem" if count == 1 else "problems"
+        if count == 1:
+            noun = "problem"
+        else:
+            noun = "problems"
         lines = [f"policy {self.source}: {count} {noun}"]
         for problem in self.problems:
             lines += [f"  {line}" for line in str(problem).splitlines()]
@@ -136,7 +139,10 @@ def from_dict(data: Mapping[str, Any], *, source: str = "<dict>") -> Policy:
         PolicyError: as `load`, with every wrong value of the document, or else every conflict.
     """
     # Check the schema first: keys of another schema would give many misleading errors.
-    schema = data.get("schema") if isinstance(data, Mapping) else None
+    if isinstance(data, Mapping):
+        schema = data.get("schema")
+    else:
+        schema = None
     if isinstance(schema, int) and schema != SCHEMA:
         rule = f"{SCHEMA}, the version of the file format that this release reads"
         write = "schema = 1, or upgrade healcore if a newer one wrote the file"
@@ -181,7 +187,10 @@ def _tables(table: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
     for name, hint in get_type_hints(table).items():
         for part in get_args(hint) or (hint,):
             if is_table(part):
-                kind = (part.kind,) if hasattr(part, "kind") else ()
+                if hasattr(part, "kind"):
+                    kind = (part.kind,)
+                else:
+                    kind = ()
                 yield from _tables(part, (*path, name, *kind))
 
 

@@ -556,7 +556,9 @@ def json_setting(value: Any) -> Any:
     if isinstance(value, bool | str):
         return value
     if isinstance(value, int | float):
-        return value if math.isfinite(value) else str(value)
+        if math.isfinite(value):
+            return value
+        return str(value)
     if isinstance(value, tuple | list):
         items = [json_setting(each) for each in value]
         if items and None not in items:

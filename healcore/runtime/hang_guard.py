@@ -173,7 +173,10 @@ class HangGuard:
     def _report(self, why: str, stacks: list[dict[str, Any]], waited_s: float) -> None:
         """Writes the event, and the postmortem if the process ends. Runs on rank 0."""
         step, log = self.step, self._log
-        answer = "stop" if self._ends else "alert"
+        if self._ends:
+            answer = "stop"
+        else:
+            answer = "alert"
         log.event(
             "fault",
             step=step,

@@ -348,7 +348,10 @@ class JaxDriver(JaxWeights):
         """
         tree = self._live.read()
         found: dict[str, float | None] = {}
-        states = self.engines() if engines is None else engines
+        if engines is None:
+            states = self.engines()
+        else:
+            states = engines
         for entry in self._engines:
             owner = entry.protected(tree)
             injected = []

@@ -87,7 +87,10 @@ class DCPStore(CheckpointStore):
         ranks: Ranks | None = None,
     ) -> None:
         if ranks is None:
-            ranks = GlooRanks() if is_distributed() else Alone()
+            if is_distributed():
+                ranks = GlooRanks()
+            else:
+                ranks = Alone()
         super().__init__(TorchFormat(ranks), root, keep=in_memory, ranks=ranks)
 
 
@@ -190,7 +193,10 @@ class TorchFormat(ArrayFormat):
             if isinstance(array, DTensor):
                 # Rejected: DTensor.from_local, which moves the part to the mesh's device.
                 part = array.to_local()
-                device = part.device if live is None else live.parts[""].device
+                if live is None:
+                    device = part.device
+                else:
+                    device = live.parts[""].device
                 array = DTensor(part.to(device), leaf.layout, requires_grad=False)
             elif name in sharded:
                 mesh, places = sharded[name].device_mesh, sharded[name].placements
@@ -271,7 +277,9 @@ def _tensor(leaf: Leaf) -> Tensor:
     """The tensor or DTensor of a leaf in host memory."""
     memory = leaf.parts[""]
     part = torch.from_numpy(raw(memory)).view(DTYPES[leaf.dtype]).reshape(memory.shape[:-1])
-    return part if leaf.layout is None else DTensor(part, leaf.layout, requires_grad=False)
+    if leaf.layout is None:
+        return part
+    return DTensor(part, leaf.layout, requires_grad=False)
 
 
 def _sharded(target: Target) -> dict[str, DTensor]:

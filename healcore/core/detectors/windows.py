@@ -108,7 +108,10 @@ def variance(window: Window, mean: Float, bessel: bool) -> Float:
     occupied = xp.places(window.values) < window.count[..., None]
     deviation = xp.where(occupied, window.values - mean[..., None], 0.0)
     squares = xp.flush(xp.product(deviation, deviation))
-    divisor = window.count - 1 if bessel else window.count
+    if bessel:
+        divisor = window.count - 1
+    else:
+        divisor = window.count
     divisor = xp.where(divisor > 0, divisor, 1)
     total = folded(squares, operator.add)
     return xp.quotient(total, xp.as_float(divisor))

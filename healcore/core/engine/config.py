@@ -148,7 +148,10 @@ def differences(left: Any, right: Any, path: str = "") -> Iterator[tuple[str, An
     if isinstance(left, dict) or isinstance(right, dict):
         ours, others = (each if isinstance(each, dict) else {} for each in (left, right))
         for key in ours | others:
-            place = f"{path}.{key}" if path else key
+            if path:
+                place = f"{path}.{key}"
+            else:
+                place = key
             yield from differences(ours.get(key), others.get(key), place)
         if ours or others:
             return

@@ -216,7 +216,10 @@ class Engine:
 
         # The factors on the gradients. The clipping rule learns no norm of a skipped step.
         clip_state, clip = state.clip, None
-        norms = seen.group_norms if self.per_tensor else seen.grad_norm
+        if self.per_tensor:
+            norms = seen.group_norms
+        else:
+            norms = seen.grad_norm
         if clips and norms is not None and seen.grad_norm is not None:
             clip_state, clip = config.clip.update(state.clip, seen, seen.finite & ~skip)
         grad_scale, group_scale, clipped = self._scales(state, signals, skip, clip)
@@ -367,7 +370,10 @@ class Engine:
         each backend would round differently. A skipped step is not clipped.
         """
         per_tensor, last = self.per_tensor, state.last.decision
-        skip_each = skip[..., None] if per_tensor else skip
+        if per_tensor:
+            skip_each = skip[..., None]
+        else:
+            skip_each = skip
         scale, clipped = one_like(last.group_scale if per_tensor else last.grad_scale), skip & False
         if clip is not None:
             scale, clipped = clip.scale, clip.clipped
@@ -500,7 +506,10 @@ class Engine:
                 0, None or a number that cannot be a limit (negative, NaN, Inf) releases the limit.
         """
         none = zero_like(state.norm_limit)
-        given = none if limit is None else limit
+        if limit is None:
+            given = none
+        else:
+            given = limit
         is_limit = (given > FLUSH) & (given <= FLOAT32_MAX)
         return state._replace(norm_limit=xp.where(is_limit, given, none))
 

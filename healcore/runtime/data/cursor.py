@@ -168,7 +168,10 @@ class Cursor:
         The smaller one of the loader's length and `limit`. The loader is asked each time, because a
         program may change it between two epochs.
         """
-        lengths = [] if self.limit is None else [self.limit(self.next_id.epoch)]
+        if self.limit is None:
+            lengths = []
+        else:
+            lengths = [self.limit(self.next_id.epoch)]
         with suppress(TypeError):
             lengths.append(len(self.loader))
         return min(lengths, default=None)
@@ -316,7 +319,10 @@ class Cursor:
         self._error = None
         if self.limit is not None and which.index >= self.limit(which.epoch) > 0:
             # The next epoch of an iterator continues in the same stream.
-            rest = batches if self._is_iterator else None
+            if self._is_iterator:
+                rest = batches
+            else:
+                rest = None
             self._continue_at(BatchId(which.epoch + 1, 0), rest)
             raise StopIteration
         try:
@@ -376,7 +382,10 @@ class Cursor:
                 try:
                     if target is not None:
                         self._move_to(target, self._read)
-                        generators = self._reader.generators if which.index == 0 else []
+                        if which.index == 0:
+                            generators = self._reader.generators
+                        else:
+                            generators = []
                         set_random_states(states, generators)
                     batch = self._read()
                 except (StopIteration, EmptyLoader):
@@ -422,7 +431,9 @@ class Cursor:
             position = self.position_before(which)
         elif reader.begins_alone:  # the epoch begins again
             position = self._saved(which, reader.state(0, newest=False))
-        return None if position is None else decode_position(position)
+        if position is None:
+            return None
+        return decode_position(position)
 
     # -- positions ------------------------------------------------------------------------------
 
@@ -446,7 +457,10 @@ class Cursor:
         if not (reader.obstacle or reader.replays or self._is_between):
             self._begin()  # the state may still be of the epoch that a `break` has left
         try:
-            index = None if self._batches is None else self.next_id.index
+            if self._batches is None:
+                index = None
+            else:
+                index = self.next_id.index
             position = self._saved(self.next_id, reader.state(index, newest=True))
         except Exception as error:  # the loader's code may raise anything
             obstacle = f"the state of {self.name} cannot be taken: {error_text(error)}"

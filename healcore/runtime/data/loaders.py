@@ -106,7 +106,9 @@ def batch_size(loader: Any) -> int | None:
     """
     sampler = getattr(loader, "batch_sampler", None)
     size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
-    return size if type(size) is int else None
+    if type(size) is int:
+        return size
+    return None
 
 
 def reads_the_same(loader: Any, other: Any) -> bool:

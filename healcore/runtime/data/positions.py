@@ -128,13 +128,18 @@ class BatchId(_Numbers):
         return no_info_after_validator_function(lambda place: cls(*place), handler(_Numbers))
 
     def __str__(self) -> str:
-        rows = "" if self.rows is None else f" (rows {rows_text(self.rows)})"
+        if self.rows is None:
+            rows = ""
+        else:
+            rows = f" (rows {rows_text(self.rows)})"
         return f"batch {self.index} of epoch {self.epoch}{rows}"
 
 
 def _decoded_state(text: str | None) -> Any:
     """The states of a saved position, or None."""
-    return None if text is None else values.loads(text, _STATE_PATH)
+    if text is None:
+        return None
+    return values.loads(text, _STATE_PATH)
 
 
 class Position(BaseModel, frozen=True):
@@ -165,7 +170,9 @@ def state_text(state: Any) -> str | None:
     Raises:
         UnsavableState: the state holds an object without a plain form.
     """
-    return None if state is None else values.dumps(state, _STATE_PATH)
+    if state is None:
+        return None
+    return values.dumps(state, _STATE_PATH)
 
 
 def decode_position(value: Any) -> Position:

@@ -100,7 +100,9 @@ class Reader:
     def begin(self) -> Iterator[Any]:
         """Begins an epoch, and returns its batches."""
         first, self._first = self._first, None
-        return iter(self.loader) if first is None else first
+        if first is None:
+            return iter(self.loader)
+        return first
 
     def state(self, index: int | None, *, newest: bool) -> ReaderState | None:
         """The state before a batch of this epoch, or None if it is unknown.
@@ -152,9 +154,16 @@ class StatefulReader(Reader):
         super().__init__(loader, first=first)
         self._get, self._set = names
         self._of_iterator = first is not None
-        self.kind = "iterator" if self._of_iterator else "loader"
-        self._owner = first if self._of_iterator else loader
-        self.generators = [] if self._of_iterator else generators_of(*samplers_of(loader))
+        if self._of_iterator:
+            self.kind = "iterator"
+            self._owner = first
+        else:
+            self.kind = "loader"
+            self._owner = loader
+        if self._of_iterator:
+            self.generators = []
+        else:
+            self.generators = generators_of(*samplers_of(loader))
 
     def begin(self) -> Iterator[Any]:
         """Begins an epoch with a new iterator."""
@@ -176,9 +185,14 @@ class StatefulReader(Reader):
         getattr(self._owner, self._set)(state["own"])
         batches, index = None, state["index"]
         if index is not None or self.generators:  # iter() draws, or ends the epoch
-            batches = self._owner if self._of_iterator else iter(self.loader)
+            if self._of_iterator:
+                batches = self._owner
+            else:
+                batches = iter(self.loader)
         set_generator_states(self.generators, state["random"])
-        return (None, 0) if index is None else (batches, index)
+        if index is None:
+            return (None, 0)
+        return (batches, index)
 
 
 class IndexReader(Reader):
@@ -266,7 +280,9 @@ class ScanBlocks(Reader, Iterator[Any]):
 
     def state(self, index: int | None, *, newest: bool) -> int:
         """The number of updates before the next block, or else before the newest block."""
-        return self._done if newest else self.first
+        if newest:
+            return self._done
+        return self.first
 
     def resume(self, state: int, index: int) -> tuple[Iterator[Any], int]:
         """Continues after the updates of a state."""
@@ -303,7 +319,10 @@ class FunctionReader(Reader):
         """The random states of the call, and the state of the stream if it is known."""
         if not index:
             return {}
-        own = None if self._inner.obstacle else self._inner.state(index, newest=newest)
+        if self._inner.obstacle:
+            own = None
+        else:
+            own = self._inner.state(index, newest=newest)
         return {"random": self._random, "own": own}
 
     def resume(self, state: ReaderState, index: int) -> tuple[Iterator[Any] | None, int]:

@@ -134,7 +134,9 @@ class Source:
         if self.awaited is not None:
             place = place_of(self.awaited)
             return place.epoch + (self.awaited["left"] and place.index > 0)
-        return self._least_pass if self.trained is None else self.trained.next_pass
+        if self.trained is None:
+            return self._least_pass
+        return self.trained.next_pass
 
     def find(self, loader: Any) -> SourceCursor | None:
         """The cursor of a loader, which is compared by identity, or None for a new loader."""
@@ -172,7 +174,10 @@ class Source:
         cursor, now = self.trained, self.current
         if self.awaited is not None or cursor is None:
             return self.awaited
-        position = cursor.position() if before is None else cursor.position_before(before)
+        if before is None:
+            position = cursor.position()
+        else:
+            position = cursor.position_before(before)
         if position is None:
             raise DataError("the loader cannot be rewound to the first batch of the step")
         evaluations = [*self.evaluations]
@@ -199,7 +204,10 @@ class Source:
         """
         self.awaited, self.trained, self.current = saved, None, None
         self.passes = self._least_pass = 0
-        self.evaluations = [] if saved is None else [*saved["evaluations"]]
+        if saved is None:
+            self.evaluations = []
+        else:
+            self.evaluations = [*saved["evaluations"]]
         for cursor in self._cursors:
             cursor.in_loop = False
             if cursor.trains:  # also one that the program has begun to read after the position
@@ -321,8 +329,14 @@ class Sources:
         epoch_loop, cursor = self.epoch_loop, self.last_trained
         if epoch_loop.can_return and (cursor is None or not cursor.in_use):
             cursor = next((each for each in self if each.in_use), cursor)
-        name = self._trained if cursor is None else cursor.source.name
-        awaited = None if name is None else self._sources[name].awaited
+        if cursor is None:
+            name = self._trained
+        else:
+            name = cursor.source.name
+        if name is None:
+            awaited = None
+        else:
+            awaited = self._sources[name].awaited
         if awaited is not None:
             at, place = place_of(awaited), awaited["place"]
         elif cursor is None:
@@ -381,7 +395,10 @@ class Sources:
             self._begin_named_epoch(epoch)
         place: Place = [self._loop, self._epoch, source.passes]
         cursor = source.find(loader)
-        other = None if source.current is cursor else source.current
+        if source.current is cursor:
+            other = None
+        else:
+            other = source.current
         if by_trainer and other is not None:
             other.leave_by_break()  # a trainer reads one loader at a time
         if by_trainer and source.awaited is not None:
@@ -390,7 +407,10 @@ class Sources:
         source.passes = place[2] + 1
         self.passes += 1
         evaluates = self.epoch_loop.returns_to is not None or place in source.evaluations
-        saved = None if evaluates else source.position_for(place)
+        if evaluates:
+            saved = None
+        else:
+            saved = source.position_for(place)
         if saved is not None and (place < saved["place"] or completed):
             return None
         if other is not None and other.in_loop and not other.left_by_break:
@@ -678,7 +698,10 @@ class Sources:
         is_older = False
         for cursor in loaders:
             saved = position["sources"].get(cursor.source.name)
-            place = BatchId(0, 0) if saved is None else place_of(saved)
+            if saved is None:
+                place = BatchId(0, 0)
+            else:
+                place = place_of(saved)
             if saved is None or place <= (cursor.since, 0):  # perhaps a state of another loader
                 saved = {**cursor.start, "epoch": cursor.since}
             is_older |= place.epoch < cursor.since
@@ -686,7 +709,9 @@ class Sources:
             if obstacle:
                 return obstacle
             cursor.in_loop = False  # a `break` came after this position, so it is undone too
-        return OTHER_LOADER if is_older else ""
+        if is_older:
+            return OTHER_LOADER
+        return ""
 
     def _await_at(self, position: Mapping[str, Any]) -> None:
         """Makes all sources wait until the program begins the saved passes again."""

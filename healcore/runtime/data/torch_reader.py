@@ -97,7 +97,10 @@ class TorchReader(Reader):
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
         base, self._attribute = _unwrapped(loader)
-        self._order_name = "sampler" if base.batch_sampler is None else "batch_sampler"
+        if base.batch_sampler is None:
+            self._order_name = "sampler"
+        else:
+            self._order_name = "batch_sampler"
         self._generators = generators_of(loader, base, base.dataset, *samplers_of(loader))
         self._reads_ahead = self._attribute == "base_dataloader" and not base.num_workers
         self._before: dict[int, RandomStates] = {}
@@ -117,7 +120,9 @@ class TorchReader(Reader):
     @property
     def _workers(self) -> Any:
         """The iterator with persistent workers, which draws no seed in another epoch, or None."""
-        return self._copy._iterator if getattr(self._copy, "persistent_workers", False) else None
+        if getattr(self._copy, "persistent_workers", False):
+            return self._copy._iterator
+        return None
 
     def begin(self) -> Iterator[Any]:
         """Begins an epoch, whose order is drawn when its first batch is read."""
@@ -170,7 +175,10 @@ class TorchReader(Reader):
     def _again(self, state: ReaderState, index: int) -> Iterator[Any]:
         """Begins an epoch whose order is drawn before the first seed."""
         after = self._order.draw(state["random"], index, state["digest"])
-        self._before = {index: state["ahead"]} if state.get("ahead") else {}
+        if state.get("ahead"):
+            self._before = {index: state["ahead"]}
+        else:
+            self._before = {}
         batches = self._batches(index, begins_now=True)
         set_random_states(after, self._generators)
         return batches
@@ -190,7 +198,10 @@ class TorchReader(Reader):
             return iter(copied)
         batches = self._noted(iter(copied) if begins_now else copied, index)
         # After a return the random states are known, and other ranks may not begin again.
-        own = {"rng_types": None} if index else {}
+        if index:
+            own = {"rng_types": None}
+        else:
+            own = {}
         return _read_through(loader, {self._attribute: _Inner(copied, batches), **own})
 
     def _noted(self, batches: Iterable[Any], index: int) -> Iterator[Any]:
@@ -218,9 +229,14 @@ class TorchReader(Reader):
     def rows(self, index: int) -> list[int] | None:
         """The first indices of the batch, or None if they are no numbers."""
         item: Any = self._order.items.get(index)
-        rows = item[:MAX_ROWS] if isinstance(item, list | tuple) else [item]
+        if isinstance(item, list | tuple):
+            rows = item[:MAX_ROWS]
+        else:
+            rows = [item]
         is_known = all(isinstance(row, int | np.integer) for row in rows)
-        return [int(row) for row in rows] if rows and is_known else None
+        if rows and is_known:
+            return [int(row) for row in rows]
+        return None
 
     @property
     def begins_alone(self) -> bool:  # type: ignore[override]
@@ -246,7 +262,9 @@ Item = Any
 
 def _digest(item: Item | None) -> int | None:
     """The CRC of an item, or None for no item."""
-    return None if item is None else zlib.crc32(repr(item).encode())
+    if item is None:
+        return None
+    return zlib.crc32(repr(item).encode())
 
 
 class _RecordedOrder:
@@ -314,7 +332,10 @@ class _RecordedOrder:
             )
         # A sampler draws the order when its first item is read. Only this item is read, because
         # some samplers draw again at each item.
-        first = [] if skip else list(islice(items, 1))
+        if skip:
+            first = []
+        else:
+            first = list(islice(items, 1))
         self.start, self.items = states, dict(zip([skip], passed, strict=False))
         self._drawn = self._noted(chain(first, items), skip)
         return random_states(self._generators)

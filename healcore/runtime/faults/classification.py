@@ -200,7 +200,9 @@ def _http_fault(error: Any) -> Fault | None:
         headers = getattr(error, "headers", None)
         if hasattr(headers, "get"):
             status = getattr(error, "status", None) or getattr(error, "code", None)
-    return _status_fault(int(status), headers) if isinstance(status, int) else None
+    if isinstance(status, int):
+        return _status_fault(int(status), headers)
+    return None
 
 
 def _status_fault(status: int, headers: Any = None) -> Fault | None:
@@ -208,9 +210,15 @@ def _status_fault(status: int, headers: Any = None) -> Fault | None:
     if not 400 <= status <= 599:
         return None
     transient = status in (408, 425, 429) or (status >= 500 and status not in (501, 505))
-    text = str(headers.get("Retry-After")).strip() if transient and headers else ""
+    if transient and headers:
+        text = str(headers.get("Retry-After")).strip()
+    else:
+        text = ""
     # RFC 9110; the other form is a date.
-    wait_s = float(text) if re.fullmatch(r"\d{1,9}", text, re.ASCII) else None
+    if re.fullmatch(r"\d{1,9}", text, re.ASCII):
+        wait_s = float(text)
+    else:
+        wait_s = None
     return Fault(Cause.NETWORK, f"HTTP {status}", transient, wait_s)
 
 
@@ -222,7 +230,10 @@ def _known_fault(names: Sequence[str], text: str) -> Fault | None:
         text: the message.
     """
     number = re.match(r"\[Errno (\d{1,4})\]", text)
-    code = errno.errorcode.get(int(number[1]), "") if number else ""
+    if number:
+        code = errno.errorcode.get(int(number[1]), "")
+    else:
+        code = ""
     for name in names:
         if name in _KINDS:
             return _KINDS[name]._replace(sign=name.removeprefix("builtins."))
@@ -242,7 +253,10 @@ def _fault_in_worker(error: BaseException) -> Fault | None:
     failure in the network, such as a dead link, concerns one row only. So it stays unknown, and the
     row counts as unreadable.
     """
-    text = str(error.args[0]) if error.args else ""
+    if error.args:
+        text = str(error.args[0])
+    else:
+        text = ""
     if not _IN_WORKER.match(text):
         return None
     for name, message in reversed(_RAISED.findall(text)):
@@ -254,7 +268,9 @@ def _fault_in_worker(error: BaseException) -> Fault | None:
             cls = getattr(sys.modules.get(module or "builtins"), qualified, None)
             fault = _known_fault(_names(cls) if isinstance(cls, type) else [name], message)
         if fault is not None:
-            return None if fault.cause is Cause.NETWORK and not fault.transient else fault
+            if fault.cause is Cause.NETWORK and not fault.transient:
+                return None
+            return fault
         if name in [each.__name__ for each in _BUGS]:
             break
     return None

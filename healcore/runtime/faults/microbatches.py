@@ -313,12 +313,16 @@ def _are_samples(node: Any) -> bool:
 
 def _length(value: Any) -> int:
     """The number of rows of an array, or of entries of a list."""
-    return value.shape[0] if _is_array(value) else len(value)
+    if _is_array(value):
+        return value.shape[0]
+    return len(value)
 
 
 def _rows_of(rows: slice, samples: int, value: Any) -> Any:
     """Some rows of an array or list, or the whole of one that serves all samples."""
-    return value[rows] if _length(value) == samples else value
+    if _length(value) == samples:
+        return value[rows]
+    return value
 
 
 def _is_array(node: object) -> bool:

@@ -58,11 +58,17 @@ def retrying(call: Callable[P, T], policy: PolicyLike | Healer[Any] = "default")
         )
     given: Any = policy
     is_healer = hasattr(type(given), "_live")
-    host = None if is_healer else HostPolicy.of(given)
+    if is_healer:
+        host = None
+    else:
+        host = HostPolicy.of(given)
 
     @functools.wraps(call)
     def again(*args: P.args, **kwargs: P.kwargs) -> T:
-        run: Any = given._live if is_healer else None
+        if is_healer:
+            run: Any = given._live
+        else:
+            run = None
         attempts = Retries(name, host or run.policy, run)
         while True:
             try:
@@ -109,12 +115,18 @@ class Retries:
             return False
         self.failed += 1
         wait_s = self._wait_s(fault)
-        then = "gives up" if wait_s is None else f"next attempt in {wait_s:.1f} s"
+        if wait_s is None:
+            then = "gives up"
+        else:
+            then = f"next attempt in {wait_s:.1f} s"
         line = (
             f"{self._name} failed ({fault.sign}, attempt {self.failed}), {then}: "
             f"{type(error).__name__}: {error!s:.300}"
         )
-        answer = None if wait_s is None else "retry"
+        if wait_s is None:
+            answer = None
+        else:
+            answer = "retry"
         if run is not None:
             step = run.progress.step
             run.log.fault(step, fault, line, answer=answer, attempt=self.failed, wait_s=wait_s)

@@ -165,7 +165,10 @@ def limit_rates(
         if name in known:
             state = engine.apply_rate(state, known[name])
             lr = state.lr
-            limit = lr.rate_after_cut if lr.hold else engine.config.lr.ceiling * lr.rate_at_cut
+            if lr.hold:
+                limit = lr.rate_after_cut
+            else:
+                limit = engine.config.lr.ceiling * lr.rate_at_cut
             if limit > 0:
                 found.limits[name] = float(limit)
         found.scales[name] = float(state.lr.scale)

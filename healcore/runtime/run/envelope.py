@@ -94,10 +94,16 @@ class Envelope:
         """
         lines = []
         for name, each in self.numbers.items():
-            program = "NaN or Inf" if each.outside is None else f"{each.outside:.4g}"
+            if each.outside is None:
+                program = "NaN or Inf"
+            else:
+                program = f"{each.outside:.4g}"
             lines.append(f"{name} held at {each.bounds.last:.4g}, the program sets {program}")
         for name, limit in self.norms.items():
-            of = f' of "{name}"' if name else ""
+            if name:
+                of = f' of "{name}"'
+            else:
+                of = ""
             lines.append(f"gradient norm{of} kept below {limit:.4g}")
         if self.frozen is not None:
             first, last = self.frozen

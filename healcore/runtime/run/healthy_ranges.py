@@ -136,7 +136,10 @@ class HealthyValues:
             if name not in self.numbers:
                 continue
             bounds = self.numbers[name].bounds(intervals)
-            value = each.high if each.high > bounds.high else each.low
+            if each.high > bounds.high:
+                value = each.high
+            else:
+                value = each.low
             if not bounds.low <= value <= bounds.high:
                 numbers[name] = Held(bounds, value if math.isfinite(value) else None)
         for of_step in norms:

@@ -135,7 +135,9 @@ class Journal:
             return None
         self.unhealthy.append(index)
         self.not_taken += not result.taken
-        return Alarm(cause, engine) if cause else None
+        if cause:
+            return Alarm(cause, engine)
+        return None
 
     def _add_batches(self, step: int, ids: Sequence[BatchId], kept: int) -> None:
         """Adds the batches of a step, and drops those of steps before the last `kept` ones."""

@@ -241,7 +241,10 @@ class Loop:
                 run.saver.keep_random_states()
         state.end_step()
         if last:
-            rollback = self._skip_if_nonfinite() if has_stepped else None
+            if has_stepped:
+                rollback = self._skip_if_nonfinite()
+            else:
+                rollback = None
             return rollback or self.roll_back_at_end()
         if has_stepped:
             changes = run.driver.structure_changes()

@@ -171,12 +171,16 @@ class OutOfMemory:
         """
         form = self.to_split(batch)
         parts = self.number(form, least)
-        return parts if parts < self._samples(form) else 0
+        if parts < self._samples(form):
+            return parts
+        return 0
 
     def _samples(self, batch: Any) -> int:
         """Number of samples of a batch, or 1 if it cannot be split: the whole batch may fit."""
         try:
-            return 1 if self._split_obstacle else max(count_samples(batch), 1)
+            if self._split_obstacle:
+                return 1
+            return max(count_samples(batch), 1)
         except UnsplittableBatch:
             return 1
 
@@ -299,7 +303,10 @@ class OutOfMemory:
             if error is not None:
                 clear_frames(error)  # the exchange needs a little memory
             some_failed = run.driver.window.end_parts(mine is not None)
-            of_ranks = run.ranks.gather(mine) if some_failed else []
+            if some_failed:
+                of_ranks = run.ranks.gather(mine)
+            else:
+                of_ranks = []
         failed = {rank: each for rank, each in enumerate(of_ranks) if each is not None}
         if not failed:
             return False
@@ -312,7 +319,10 @@ class OutOfMemory:
         # The smallest part that did not fit determines the size for all ranks.
         rank, smallest = min(failed.items(), key=lambda item: item[1].size)
         error = error or RankFailed(f"rank {rank}: {smallest.line}")
-        prefix = f"rank {', '.join(map(str, failed))}: " if self._joins == "" else ""
+        if self._joins == "":
+            prefix = f"rank {', '.join(map(str, failed))}: "
+        else:
+            prefix = ""
         self._shrink(smallest, error, prefix)
         self._held = clear_frames(error)
         return True

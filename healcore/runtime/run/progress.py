@@ -106,7 +106,10 @@ class RunProgress:
             step: step of the checkpoint.
             completed: whether the run had ended with this checkpoint.
         """
-        self.start = Start.COMPLETE if completed else Start.RESUMED
+        if completed:
+            self.start = Start.COMPLETE
+        else:
+            self.start = Start.RESUMED
         self.step = step
 
     def count(self, steps: int) -> None:

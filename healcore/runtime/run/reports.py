@@ -85,7 +85,10 @@ def say_what_begins(
 ) -> None:
     """Logs what begins where, under which policy, and which settings have changed."""
     store, step = run.store, run.progress.step
-    where = "by the trainer only" if store.trainer_save else "in host memory only"
+    if store.trainer_save:
+        where = "by the trainer only"
+    else:
+        where = "in host memory only"
     if store.durable:
         where = f"in {store.place or type(store).__name__}"
     if run.loop.state.is_complete:
@@ -94,7 +97,10 @@ def say_what_begins(
             f"trains nothing (pass resume=True to train on); checkpoints {where}"
         )
         return
-    begins = f"resumes from the checkpoint of step {step}" if resumed else f"starts at step {step}"
+    if resumed:
+        begins = f"resumes from the checkpoint of step {step}"
+    else:
+        begins = f"starts at step {step}"
     if run.progress.had_completed:
         begins = f"loads the final state of step {step} of a run that has completed"
     rate, facts = _first_rate(run), f"policy {run.policy.name}"

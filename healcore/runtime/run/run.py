@@ -125,7 +125,10 @@ class Run:
         """Random states and loader positions, as an item of a checkpoint."""
         self.loss_fn = options.loss_fn
         """The program's `loss_fn`, or None."""
-        loss_fn = options.loss_fn if policy.rolls_back else None
+        if policy.rolls_back:
+            loss_fn = options.loss_fn
+        else:
+            loss_fn = None
         self.step_batches = StepBatches(self, keeps_contents=loss_fn is not None)
         """The batches that were read since the last step."""
         self.schedule = SaveSchedule(self, options.checkpoints.every)
@@ -179,11 +182,17 @@ def _open_log(options: Options, store: CheckpointStore, ranks: Ranks) -> RunLog:
     if given.events is not None:
         events = Log(Path(given.events).absolute())
     else:
-        path = None if store.root is None else store.root / "healcore.events.jsonl"
+        if store.root is None:
+            path = None
+        else:
+            path = store.root / "healcore.events.jsonl"
         events = Log(_unlinked(path, "events"), follow_links=False)
     metrics = None
     if given.metrics != "auto":
-        metrics = None if given.metrics is None else Path(given.metrics)
+        if given.metrics is None:
+            metrics = None
+        else:
+            metrics = Path(given.metrics)
     elif events.path and (events.path.is_file() or not events.path.exists()):
         metrics = _unlinked(metrics_path(events.path), "metrics")  # no pipe and no terminal
     return RunLog(

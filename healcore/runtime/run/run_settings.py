@@ -139,7 +139,10 @@ def trainer_settings(state: Any) -> list[dict[str, Any]]:
 
     A trainer that owns the loop decides when its run is complete.
     """
-    parts = state.values() if isinstance(state, Mapping) else ()
+    if isinstance(state, Mapping):
+        parts = state.values()
+    else:
+        parts = ()
     found = [attribute(part, "run_settings") for part in parts]
     return [each for each in found if isinstance(each, dict)]
 

@@ -230,7 +230,9 @@ def _last_saved(run: Run, history: RunHistory | None) -> int:
     if history is None or history.start is None or root is None or events is None:
         return 0
     of_this_store = root in (events.parent, Path(history.start.store or ""))
-    return max(history.saved, default=0) if of_this_store else 0
+    if of_this_store:
+        return max(history.saved, default=0)
+    return 0
 
 
 def _may_resume(

@@ -328,7 +328,10 @@ class ArrayFormat(ABC):
         for name, value in like.items():
             if name in saved or getattr(value, "optional", False) is not True:
                 live[name] = value
-        flat = self.flatten(live) if live else FlatState()
+        if live:
+            flat = self.flatten(live)
+        else:
+            flat = FlatState()
         wrong: list[str] = []
         for name, entry in flat.entries.items():
             if name not in saved:
@@ -498,11 +501,17 @@ def _mismatches(name: str, saved: Mapping[str, Any], live: Mapping[str, Any]) ->
     if ("leaves" in saved) != ("leaves" in live):
         return [f'"{name}" is a pytree in one, and has state_dict in the other']
     before, now = saved.get("identity", {}), live.get("identity", {})
-    must_be_equal = before.keys() | now.keys() if before and now else set()
+    if before and now:
+        must_be_equal = before.keys() | now.keys()
+    else:
+        must_be_equal = set()
     if not _is_stateful(live):
         before, now = _array_types(name, saved), _array_types(name, live)
         # Dictionaries and lists of a torch program may grow and shrink.
-        must_be_equal = before.keys() | now.keys() if "leaves" in live else before.keys() & now
+        if "leaves" in live:
+            must_be_equal = before.keys() | now.keys()
+        else:
+            must_be_equal = before.keys() & now
     wrong: list[str] = []
     for key in sorted(must_be_equal):
         old, new = before.get(key, "missing"), now.get(key, "missing")
@@ -527,7 +536,10 @@ def _array_type(node: values.Node) -> str:
     A number is of one type, whether it is a Python number or an array without axes: a counter is a
     number at the start of a run, and an array after the first jitted step.
     """
-    array = node.get("array") if isinstance(node, dict) else None
+    if isinstance(node, dict):
+        array = node.get("array")
+    else:
+        array = None
     if array is None or not (array["shape"] or "impl" in array):
         return "a number"
     return f"{array['dtype']}{tuple(array['shape'])} {array.get('impl', '')}".rstrip()

@@ -176,7 +176,9 @@ def directory_name(step: int, attempt: int) -> str:
 def step_of(folder: Path) -> int | None:
     """The step in the name of a checkpoint's directory, or None for any other name."""
     match = _STEP.fullmatch(folder.name)
-    return int(match[1]) if match else None
+    if match:
+        return int(match[1])
+    return None
 
 
 def folders_of(root: Path, step: int | None = None) -> list[Path]:
@@ -188,7 +190,10 @@ def folders_of(root: Path, step: int | None = None) -> list[Path]:
     Raises:
         OSError: the directory cannot be read: an empty list would look like a run without any.
     """
-    beginning = "step-" if step is None else f"step-{step:010d}."
+    if step is None:
+        beginning = "step-"
+    else:
+        beginning = f"step-{step:010d}."
     names = [name for name in sorted(os.listdir(root)) if name.startswith(beginning)]
     return [root / name for name in names if _STEP.fullmatch(name)]
 
@@ -269,7 +274,9 @@ def find_damage(saved: Saved, rank: int = 0, world: int = 1) -> list[CheckpointD
 
     def compare(name: str) -> str:
         try:
-            return "" if files.digest_of(folder / name) == digests[name] else files.DIFFERS
+            if files.digest_of(folder / name) == digests[name]:
+                return ""
+            return files.DIFFERS
         except (OSError, ValueError) as error:  # ValueError: a byte 0 in the name
             return f"cannot be read ({getattr(error, 'strerror', error)})"
 

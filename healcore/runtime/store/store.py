@@ -91,7 +91,10 @@ class CheckpointStore(Writer):
         self.ranks = ranks or Alone()
         """The ranks that save together. Exchange over them only while nothing is being written."""
         array_format.world = self.ranks.world
-        self.keep = None if keep is None else keep.checked()
+        if keep is None:
+            self.keep = None
+        else:
+            self.keep = keep.checked()
         """How many copies of each kind to keep in memory, or None to keep none. It is set to None
         if the copies do not fit into the host's memory."""
         self.copies: dict[int, Saved] = {}
@@ -249,7 +252,10 @@ class CheckpointStore(Writer):
         Assumes that all ranks share this machine: a slow rollback is better than an OOM kill. The
         other half is for data loaders, the page cache and the next allocation.
         """
-        following = 0 if self.keep is None else self.keep.most - len(self.copies)
+        if self.keep is None:
+            following = 0
+        else:
+            following = self.keep.most - len(self.copies)
         return following <= 0 or following * flat.nbytes * self.ranks.world <= free_bytes() / 2
 
     def _keep_in_memory(self, copies: Mapping[int, Saved]) -> None:
@@ -568,7 +574,10 @@ def checked_places(given: Any) -> Any:
     """
     if given is None or isinstance(given, CheckpointStore):
         return given
-    places = tuple(given) if isinstance(given, list | tuple) else (given,)
+    if isinstance(given, list | tuple):
+        places = tuple(given)
+    else:
+        places = (given,)
     are_paths = [isinstance(each, str | os.PathLike) and bool(os.fspath(each)) for each in places]
     if not are_paths or not all(are_paths):
         raise ValueError(
@@ -578,4 +587,6 @@ def checked_places(given: Any) -> Any:
     if len({Path(each).resolve() for each in places}) < len(places):
         raise ValueError(f"the directories of a list are different ones, and here {given!r}")
     first, *others = places
-    return places if others else first
+    if others:
+        return places
+    return first

@@ -205,7 +205,9 @@ def framework_node(_: Path, value: Any) -> Node | None:
         if tag not in ("torch", "jax"):
             return None
         content = adapter_registry.find(tag, "plain_values").node_of(value)
-    return None if content is None else {tag: content}
+    if content is None:
+        return None
+    return {tag: content}
 
 
 def decode_other(tag: str, content: Any) -> Any:

@@ -201,7 +201,10 @@ def _begin(
     elif loop.after_step(counted=True) is None and broken_off is not None:
         # Until a later epoch begins, possibly with a new loader, the `break` may also end the
         # training, which a restart then continues in the same epoch.
-        begins = loader.next_id.epoch if loader is loaders.last_trained else -1
+        if loader is loaders.last_trained:
+            begins = loader.next_id.epoch
+        else:
+            begins = -1
         if max(begins, -1 if epoch is None else epoch) > broken_off.epoch:
             _save_after_break(run)
     return loader
@@ -313,7 +316,10 @@ def loop_over_blocks(
         )
     scan = run.driver.begin_scan(update, state, donate=donate)
     epoch_loop = run.loaders.epoch_loop
-    epoch = epoch_loop.next_epoch if epoch_loop.can_return else None
+    if epoch_loop.can_return:
+        epoch = epoch_loop.next_epoch
+    else:
+        epoch = None
     for _ in loop_over_batches(run, blocks, 1, epoch):
         scan.run(blocks.first, blocks.count)
     run.loop.state.reached_end = True

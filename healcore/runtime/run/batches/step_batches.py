@@ -185,7 +185,10 @@ class StepBatches:
             self._run.loaders.train(loader)
         self._max_per_step = max(self._max_per_step, len(self.last_ids))
         # The update of a scan reads no data that a rollback could skip.
-        batches = () if loader is not None and loader.is_scan else tuple(self.last_ids)
+        if loader is not None and loader.is_scan:
+            batches = ()
+        else:
+            batches = tuple(self.last_ids)
         contents = tuple(each for reader, each in self._contents if reader is loader)
         self._forget()  # a step may take batches of several loaders
         first = DispatchStart(progress.step, batches, contents)

@@ -475,7 +475,10 @@ class Saver:
         for any more: without that, its list of unhealthy steps would grow for the whole run.
         """
         journal, on_probation = self.run.record.journal, self.on_probation
-        steps = journal.next_step - on_probation[0] if on_probation else 0
+        if on_probation:
+            steps = journal.next_step - on_probation[0]
+        else:
+            steps = 0
         if steps >= self.run.policy.rollback.probation and not journal.open:
             self.end_probation()
             # A rollback needs the steps since the newest known-good checkpoint.

@@ -45,7 +45,10 @@ def incomplete_run_error(run: Run, *, judges_weights: bool = True) -> BaseExcept
         # The position in the data after these steps is unknown: a start from the last state would
         # train the same batches again.
         earlier = run.way_back.before_next_start(step - 1)
-        start = step if earlier is None else earlier
+        if earlier is None:
+            start = step
+        else:
+            start = earlier
         why = "the loop took its steps without the Healer"
         return IncompleteRun(
             f"healcore: {why}, which could not save between them, roll back or stop. {advice}, or "
@@ -104,7 +107,10 @@ def stop_if_not_trained(run: Run, *, judges_weights: bool = True) -> None:
     total = run.progress.step + skipped
     if 2 * (not_taken + skipped) <= total:
         return
-    undone = f", and {skipped} were undone and their batches skipped" if skipped else ""
+    if skipped:
+        undone = f", and {skipped} were undone and their batches skipped"
+    else:
+        undone = ""
     # Before the stop, which marks the newest record: the next start begins before the skips.
     run.saver.save_last(completed=True, after_loop=True)
     run.stopping.stop(

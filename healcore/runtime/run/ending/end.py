@@ -70,7 +70,10 @@ def end_run(run: Run, error: BaseException | None, *, by: EndedBy = "block") -> 
     # What a program does with its weights after its loop, until the end of a block, belongs to a
     # completed run.
     in_block = error is None and by != "exit"
-    replaced = "" if in_block else _replaced_weights(run)
+    if in_block:
+        replaced = ""
+    else:
+        replaced = _replaced_weights(run)
     together = _all_ranks_end(run, error)
     if together:
         error = _read_last_steps(run, error, acts=not replaced)
@@ -81,7 +84,10 @@ def end_run(run: Run, error: BaseException | None, *, by: EndedBy = "block") -> 
         problem = _save_completed(run, by, together=together, replaced=replaced)
     else:
         stopped = error is run.stopping.stopped
-        raised = error.__cause__ if stopped else error
+        if stopped:
+            raised = error.__cause__
+        else:
+            raised = error
         rule_saves = False
         if isinstance(raised, Exception):
             fault = classify(raised)
@@ -94,7 +100,10 @@ def end_run(run: Run, error: BaseException | None, *, by: EndedBy = "block") -> 
             by_file = isinstance(error, EndRequested)
             problem = _save_early_end(run, replaced, rule_saves=rule_saves, by_file=by_file)
         if isinstance(raised, Exception):
-            answer = "save" if rule_saves and not problem else None
+            if rule_saves and not problem:
+                answer = "save"
+            else:
+                answer = None
             line = f"the program raised {error_text(raised):.600}{memory}"
             run.log.fault(run.progress.step, fault, line, answer=answer)
         if problem:
@@ -133,7 +142,9 @@ def _kind_of(run: Run, error: BaseException | None, by: EndedBy) -> Ending:
     """The kind of the end. The stop of another run is an exception like any other."""
     if error is None:
         left_early = run.loop.state.break_place and by != "close"
-        return Ending.REQUESTED if left_early else Ending.COMPLETED
+        if left_early:
+            return Ending.REQUESTED
+        return Ending.COMPLETED
     if error is run.stopping.stopped:
         return Ending.STOPPED
     if isinstance(error, KeyboardInterrupt):
@@ -261,7 +272,9 @@ def _save_early_end(run: Run, replaced: str, *, rule_saves: bool, by_file: bool)
         if not (can_return or run.step_batches.between_steps):
             return ""
         if replaced:
-            return replaced if run.progress.step != run.schedule.last_saved else ""
+            if run.progress.step != run.schedule.last_saved:
+                return replaced
+            return ""
         saver.save_last(completed=False, after_loop=run.loop.has_trainer)
     except Exception as problem:  # a step in JAX that failed may have donated the state
         return f"{type(problem).__name__}: {problem}"
@@ -287,7 +300,9 @@ def _save_completed(run: Run, by: EndedBy, *, together: bool, replaced: str) -> 
                 run.way_back.load_step(step)
         return ""
     if replaced:
-        return replaced if step != run.schedule.last_saved else ""
+        if step != run.schedule.last_saved:
+            return replaced
+        return ""
     try:
         # A trainer may load its best weights after its loop: the run ends with the loop.
         run.saver.save_last(completed=True, after_loop=by == "exit" or has_trainer)

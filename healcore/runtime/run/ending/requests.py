@@ -164,7 +164,10 @@ class EndRequests:
         """
         if result.vote_requested:
             vote_at = result.index + 1 + LAG
-            self._vote_at = vote_at if self._vote_at is None else min(vote_at, self._vote_at)
+            if self._vote_at is None:
+                self._vote_at = vote_at
+            else:
+                self._vote_at = min(vote_at, self._vote_at)
 
     def vote_when_due(self, step: int, log: RunLog) -> None:
         """Exchanges the proposals if a vote is due. Collective when it is.
@@ -183,7 +186,10 @@ class EndRequests:
         self.ends_together = True
         for rank, requests in enumerate(self._ranks.gather(self._proposals)):
             for request in requests:
-                name = request if isinstance(request, str) else signal.Signals(request).name
+                if isinstance(request, str):
+                    name = request
+                else:
+                    name = signal.Signals(request).name
                 log.note(step, f"the ranks end together, as rank {rank} was asked to: {name:.500}")
                 raise exit_for(request)
 

@@ -83,7 +83,9 @@ class SavedCheckpoint(NamedTuple):
     @property
     def position(self) -> dict[str, Any] | None:
         """Positions of the loaders, or None."""
-        return None if self.data_state is None else self.data_state.data
+        if self.data_state is None:
+            return None
+        return self.data_state.data
 
 
 class WayBack:
@@ -382,7 +384,10 @@ class WayBack:
 
         # Rewind.
         new = envelope.beyond(before).left_out
-        more = 0 if trouble.exact else run.policy.rollback.skip_batches
+        if trouble.exact:
+            more = 0
+        else:
+            more = run.policy.rollback.skip_batches
         run.loaders.skip(new, more, before.beyond(envelope).left_out)
         obstacle = run.loaders.seek(saved.position)
         lost = self._lost_steps(saved.step, obstacle)
@@ -425,8 +430,14 @@ class WayBack:
         limits, at_fault = self.run.policy.engine.limits_lr, dict[str, float]()
         for name, each in live.items():
             scale = float(each["state"]["lr"]["scale"])
-            rate = rates.get(name) if limits else None
-            at_fault[name] = scale if rate is None else rate * scale
+            if limits:
+                rate = rates.get(name)
+            else:
+                rate = None
+            if rate is None:
+                at_fault[name] = scale
+            else:
+                at_fault[name] = rate * scale
             seen = highest.get(name)
             if limits and seen is not None and healthy.healthy_rate(name, seen) < seen:
                 at_fault[name] = seen
@@ -440,7 +451,10 @@ class WayBack:
         if not obstacle or self.run.recovery.counts_steps or self.run.recovery.ends_by_steps:
             return 0
         newest_loader = obstacle == OTHER_LOADER
-        end = self.run.journal.loader_start if newest_loader else self.run.progress.step
+        if newest_loader:
+            end = self.run.journal.loader_start
+        else:
+            end = self.run.progress.step
         return max(end - target, 0)
 
     def _commit_rollback(self, done: RollbackRecord) -> None:
@@ -610,7 +624,10 @@ class WayBack:
 
 def _places(position: Mapping[str, Any] | None) -> dict[str, tuple[Any, ...]]:
     """Name of a source -> its kind, epoch and batch, to compare the places of several ranks."""
-    sources = {} if position is None else position["sources"]
+    if position is None:
+        sources = {}
+    else:
+        sources = position["sources"]
     return {name: (at["kind"], at["epoch"], at["index"]) for name, at in sources.items()}
 
 

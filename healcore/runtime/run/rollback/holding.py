@@ -97,7 +97,9 @@ class Holding:
     def _trouble_seen(self) -> int:
         """Steps done when the last rollback began. Nothing is released up to this step."""
         rollbacks = self.run.ledger.in_force
-        return rollbacks[-1].step if rollbacks else 0
+        if rollbacks:
+            return rollbacks[-1].step
+        return 0
 
     def _release(self, step: int) -> None:
         """Ends what is not needed any more, and lets the limits of the norms grow."""
@@ -201,7 +203,10 @@ class Holding:
         unusual, anchor = set[int](), witness.state.anchor_of(step)
         if anchor is not None:
             unusual.update(self._unusual_steps(trouble.onset - STEPS_BEFORE_SIGN, suspects, anchor))
-            end = trouble.onset + STEPS_AFTER_SIGN if self.envelope.norms else 0
+            if self.envelope.norms:
+                end = trouble.onset + STEPS_AFTER_SIGN
+            else:
+                end = 0
             for each in suspects:
                 is_unusual = any(healthy.is_unusual_norm(*norm) for norm in each.norms.items())
                 if is_unusual and step <= each.index < end:

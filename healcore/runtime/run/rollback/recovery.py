@@ -258,7 +258,10 @@ class Recovery:
         depth = trouble.depth
         if trouble.cause is TroubleCause.RULE:
             depth = run.policy.rollback.depth + run.policy.rollback.deepen * len(tries)
-        tried = [] if trouble.exact else [each.checkpoint for each in tries]
+        if trouble.exact:
+            tried = []
+        else:
+            tried = [each.checkpoint for each in tries]
         try:
             steps = run.way_back.choose(trouble, depth=depth, tried=tried)
         except StoreError as error:
@@ -284,7 +287,10 @@ class Recovery:
         Where a batch that makes NaN was left out, and where another change was accepted, later NaN
         in the weights is another trouble.
         """
-        region = self.run.policy.rollback.region if trouble.is_in_budget else 0
+        if trouble.is_in_budget:
+            region = self.run.policy.rollback.region
+        else:
+            region = 0
         tries: list[RollbackRecord] = []
         for each in self.run.ledger.same_trouble(trouble.onset, region):
             is_healed = each.trouble.exact and trouble.onset > each.step
@@ -462,7 +468,10 @@ class Recovery:
             # would have to repeat its steps once more.
             run.record.nonfinite_ok += trouble.arrays
             run.store.nonfinite_ok += trouble.arrays
-            why = "again after a rollback" if tries else "and no rollback is left"
+            if tries:
+                why = "again after a rollback"
+            else:
+                why = "and no rollback is left"
             run.log.problem(
                 run.progress.step,
                 f"{first_of(trouble.arrays)} became NaN or Inf {why}. The run continues, and NaN "

@@ -101,7 +101,10 @@ def remedy(trouble: Trouble, tries: Sequence[RollbackRecord], facts: Facts) -> R
         kept, the budget for others.
     """
     if facts.rollbacks_left <= 0:
-        outcome = Outcome.ACCEPT if trouble.finite else Outcome.STOP
+        if trouble.finite:
+            outcome = Outcome.ACCEPT
+        else:
+            outcome = Outcome.STOP
         return Remedy(outcome, facts.now)
     untouched = facts.now
     if tries:

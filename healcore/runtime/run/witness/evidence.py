@@ -301,5 +301,9 @@ def rise_of(now: float, then: float) -> float:
         evidence.
     """
     if math.isfinite(now) == math.isfinite(then):
-        return now - then if math.isfinite(now) else math.nan
-    return math.inf if math.isfinite(then) else -math.inf
+        if math.isfinite(now):
+            return now - then
+        return math.nan
+    if math.isfinite(then):
+        return math.inf
+    return -math.inf

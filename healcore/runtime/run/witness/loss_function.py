@@ -139,7 +139,10 @@ class LossFunction:
             all ranks. None if on some rank the parameters have changed since, or if the `loss_fn`
             raises: then it is dropped.
         """
-        everyone = None if self.function is None else self._on_all_ranks(steps, weights, known)
+        if self.function is None:
+            everyone = None
+        else:
+            everyone = self._on_all_ranks(steps, weights, known)
         if everyone is None or None in everyone:
             return None
         # The mean over the ranks.

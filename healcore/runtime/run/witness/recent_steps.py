@@ -157,7 +157,9 @@ class RecentSteps:
     def mean_loss(self) -> float:
         """The mean of the last `RECENT` finite losses, or NaN before there are so many."""
         losses = self.run.record.comparisons.recent
-        return sum(losses) / RECENT if len(losses) == RECENT else math.nan
+        if len(losses) == RECENT:
+            return sum(losses) / RECENT
+        return math.nan
 
     def lowest_norms(self) -> dict[str, float]:
         """The lowest norm of each engine at the last `UNTIL_HEALTHY` steps, if all are known.

@@ -240,7 +240,9 @@ class Witness:
         best = min(self.state.anchors, key=lambda anchor: anchor.level, default=None)
         if best is None or index - best.step < SAMPLE_SIZE:
             return None
-        return best if self.recent.mean_loss() > best.level + best.spread else None
+        if self.recent.mean_loss() > best.level + best.spread:
+            return best
+        return None
 
     def _is_due(self, index: int) -> bool:
         """Whether weights are compared at the last step of a dispatch.
@@ -301,13 +303,19 @@ class Witness:
         trained on, one of the two says little. Batches with equal losses are no evidence, because
         an oscillation of the loss looks like damage then.
         """
-        known = [loss] if self.state.gives_loss and not math.isnan(loss) else None
+        if self.state.gives_loss and not math.isnan(loss):
+            known = [loss]
+        else:
+            known = None
         losses = self.losses_of([trained], anchor, known)
         if losses is None:
             return
         evidence = rise_of(*losses[0])
         if 0 < evidence < math.inf:  # else not higher, or not finite: this batch alone decides
-            number = MEDIAN_OF if anchor.evidence > 1 else 1
+            if anchor.evidence > 1:
+                number = MEDIAN_OF
+            else:
+                number = 1
             past = self.losses_of(anchor.draw(number), anchor)
             if not past:  # no batch was trained on since the anchor
                 return
@@ -343,7 +351,10 @@ class Witness:
         if not steps:
             return []
         losses, state = self.loss_function.losses(steps, anchor.weights, known), self.state
-        evaluations = len(steps) if known else 2 * len(steps)
+        if known:
+            evaluations = len(steps)
+        else:
+            evaluations = 2 * len(steps)
         state.spent = min(state.spent + evaluations, self._most + MAX_DEBT)
         if losses is None:  # the next checkpoint makes an anchor
             state.anchors.clear()
@@ -434,12 +445,20 @@ class Witness:
         strong = self.verdict_now()
         verdict = strong or self.verdict_now(at_end=True)
         anchor = verdict and self.state.anchor_of(verdict.better_step)
-        losses = self.losses_of(anchor.sample, anchor) if anchor else None
+        if anchor:
+            losses = self.losses_of(anchor.sample, anchor)
+        else:
+            losses = None
         if not losses:
             return None
         lower = sum(rise_of(*each) > 0 for each in losses)
-        needed = len(losses) // 2 + 1 if strong else len(losses)
-        return verdict if lower >= needed else None
+        if strong:
+            needed = len(losses) // 2 + 1
+        else:
+            needed = len(losses)
+        if lower >= needed:
+            return verdict
+        return None
 
     def _has_learnt_since(self, anchor: Anchor) -> bool:
         """Whether the anchor is the start of the run, and the loss is lower now than at the start.
