@@ -265,7 +265,9 @@ def probe_paths(
         if len(reports) < len(paths):
             path = str(paths[len(reports)])
             status = child.exitcode or 0
-            why = signal.strsignal(-status) if status < 0 else f"status {status}"
+            why: str | None = f"status {status}"
+            if status < 0:
+                why = signal.strsignal(-status)
             message = f"{path}: the reader process ended while reading it ({why})"
             reports.append(Report(name, path, (Check("readable", ERROR, message),)))
     return reports

@@ -362,4 +362,6 @@ def _names_in_layers(names: Sequence[str]) -> list[str]:
 def _layer_of(name: str) -> str:
     """The layer: the name up to the first part with a number, such as `layers.3`."""
     numbered = re.match(r"[^\d]*\d[^.]*", name)
-    return numbered[0] if numbered else name.rpartition(".")[0] or name
+    if numbered:
+        return numbered[0]
+    return name.rpartition(".")[0] or name

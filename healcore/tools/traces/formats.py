@@ -324,17 +324,8 @@ def json_document(path: str, problems: list[RowProblem]) -> Records:
     for value in content:
         if not isinstance(value, dict):
             problems.append(RowProblem(0, f"not a record: {quote_excerpt(str(value))}: skipped"))
-        elif is_no_summary(value):
+        elif "train_runtime" not in value:
             yield 0, flatten(value)
-
-
-def is_no_summary(record: Fields) -> bool:
-    """Whether a record is not the last record of a Trainer, whose train_loss is a mean.
-
-    Args:
-        record: a record of a Trainer.
-    """
-    return "train_runtime" not in record
 
 
 def flatten(record: Fields) -> Fields:
@@ -411,4 +402,6 @@ def _scalar(value: Any) -> float | None:
     from tensorboard.util.tensor_util import make_ndarray
 
     array = make_ndarray(value.tensor)
-    return float(array.item()) if array.dtype.kind in "fiu" else None
+    if array.dtype.kind not in "fiu":
+        return None
+    return float(array.item())

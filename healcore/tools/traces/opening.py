@@ -174,8 +174,11 @@ def _read_directory(path: str, columns: Mapping[str, str], failed: list[Unreadab
     found: _Runs = []
     known = len(failed)
     doubtful: list[tuple[str, Unreadable]] = []  # by folder: they may be files of another kind
-    errors: list[OSError] = []
-    for folder, folders, names in os.walk(path, onerror=errors.append):
+
+    def report_folder(error: OSError) -> None:
+        failed.append(_unreadable(str(error.filename), error))
+
+    for folder, folders, names in os.walk(path, onerror=report_folder):
         files: dict[Callable[..., Records], list[str]] = {}
         unusable: list[Unreadable] = []
         for name in sorted(names, key=_natural):
@@ -227,7 +230,6 @@ def _read_directory(path: str, columns: Mapping[str, str], failed: list[Unreadab
             folders.clear()
         folders[:] = [name for name in folders if not _SKIPPED_FOLDERS.fullmatch(name)]
         folders.sort(key=_natural)
-    failed += [_unreadable(str(error.filename), error) for error in errors]
     for folder, failure in doubtful:
         if not any(name.startswith(folder) for name, _ in found):
             failed.append(failure)
@@ -243,7 +245,13 @@ def _group(path: str, logs: list[RawLog], is_one_run: bool) -> _Runs:
     """Groups the logs at one path: a run each, unless they are the files of one run."""
     if all(log.run is None for log in logs) and (is_one_run or len(logs) == 1):
         return [(path, logs)]
-    return [(f"{log.path}#{log.run}" if log.run else log.path, [log]) for log in logs]
+    runs: _Runs = []
+    for log in logs:
+        name = log.path
+        if log.run:
+            name += f"#{log.run}"
+        runs.append((name, [log]))
+    return runs
 
 
 def _natural(name: str) -> list[tuple[str, int]]:
@@ -386,7 +394,9 @@ def _read_file(path: str, read: Callable[..., Records], columns: Mapping[str, st
     logs: list[RawLog] = []
     unused = problems
     names = list(dict.fromkeys(itertools.chain(*cells.forms)))
-    exported = _exported_runs(names) if names else {}
+    exported: dict[str | None, dict[str, str]] = {}
+    if names:
+        exported = _exported_runs(names)
     for run, places in exported.items():
         # --column may name the metric, or the whole title of one run's column.
         own = {signal: name.removeprefix(f"{run} - ") for signal, name in columns.items()}
@@ -582,9 +592,12 @@ def _refuse_unusable(problems: Sequence[RowProblem], usable: np.ndarray) -> None
     last = sum(problem.line > usable.max(initial=0) for problem in unusable)
     if count > 1 and (count > _MAX_UNUSABLE * (count + len(usable)) or last > _MAX_LAST):
         first = unusable[0]
+        where = ""
+        if first.line:
+            where = f" in line {first.line}"
         raise UnjudgeableLog(
-            f"{count:,} of {counted(count + len(usable), 'line')} cannot be used, first"
-            f"{f' in line {first.line}' if first.line else ''}: {first.text}. "
+            f"{count:,} of {counted(count + len(usable), 'line')} cannot be used, first{where}: "
+            f"{first.text}. "
             "Write plain numbers (1234.5) and a header above rows with other columns, or name "
             "another column (--column loss=NAME)"
         )

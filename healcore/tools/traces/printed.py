@@ -18,7 +18,6 @@ from healcore.tools.traces.formats import (
     Records,
     RowProblem,
     flatten,
-    is_no_summary,
     open_text,
     quote_excerpt,
 )
@@ -121,11 +120,12 @@ def printed_dicts(path: str, problems: list[RowProblem]) -> Records:
         problems: gets a problem for each line whose dict is damaged.
 
     Yields:
-        Line number and dict of each line, without the last record of a Trainer.
+        Line number and dict of each line, without the last record of a Trainer, as in
+        `formats.json_document`.
     """
     for number, line in _split_lines(path):
         record = printed_record(line)
-        if record is not None and is_no_summary(record):
+        if record is not None and "train_runtime" not in record:
             yield number, flatten(record)
         elif record is None and "loss" in line and ("{'" in line or '{"' in line):
             text = f"not a dict: {quote_excerpt(line.strip())}: skipped"
@@ -209,7 +209,9 @@ def printed_record(line: str) -> Fields | None:
         The dict, or None for a line without one.
     """
     text = line.rstrip()
-    found = _DICT.match(text) if text.endswith("}") else None
+    if not text.endswith("}"):
+        return None
+    found = _DICT.match(text)
     if not found or len(found[1]) > _MAX_PRINTED:
         return None
     try:

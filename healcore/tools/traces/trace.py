@@ -81,10 +81,8 @@ class Rows(NamedTuple):
         Returns:
             The selected rows in their order.
         """
-        values, logged = (
-            {name: column[where] for name, column in columns.items()}
-            for columns in (self.values, self.logged)
-        )
+        values = {name: column[where] for name, column in self.values.items()}
+        logged = {name: column[where] for name, column in self.logged.items()}
         return Rows(self.step[where], self.attempt[where], values, logged)
 
 
@@ -297,7 +295,9 @@ def _count_over_epochs(step: np.ndarray, epoch: np.ndarray, length: np.ndarray) 
     otherwise. Returns the length of an epoch, or 0 if the steps do not begin again.
     """
     rise = np.diff(step)
-    usual = float(np.median(rise[rise > 0])) if (rise > 0).any() else 0.0
+    usual = 0.0
+    if (rise > 0).any():
+        usual = float(np.median(rise[rise > 0]))
     if np.isfinite(length).all():
         longest = float(length.max())
         if np.isnan(epoch).any():
@@ -384,5 +384,5 @@ def _find_resumed_rows(step: np.ndarray, starts: list[int]) -> tuple[list[int | 
     for start in starts[1:]:
         replaced[:start] |= reached[:start] >= step[start]
         remaining = np.flatnonzero(~replaced[:start]).tolist()
-        resumed.append(remaining[-1] if remaining else None)
+        resumed.append(max(remaining, default=None))
     return resumed, replaced

@@ -12,13 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from healcore.core.decision import Action, Cause, names_of
+from healcore.core.decision import Action, Cause
 from healcore.core.engine import Engine
 from healcore.core.signals import Signals
 from healcore.policy import load
 from healcore.tools.replay import replay
 from tests.healer.training_loops import BOTH_FRAMEWORKS, Faults, loop_of, rules, train
 from tests.tools.replay import logs
+
+NEUTRAL = (Cause(0), Action(0), False, 1.0, 1.0)
 
 
 def rows_of(path: Path):
@@ -60,7 +62,7 @@ def by_hand(engine: Engine, state, rows, index):
         if done is not None:
             state, decision = done
             line = line_of(decision, int(decision.action))
-            if line != (Cause(0), Action(0), False, 1.0, 1.0):
+            if line != NEUTRAL:
                 found.append((number, line))
         states.append(state)
     return found, states
@@ -171,24 +173,13 @@ def test_adagc_without_norms_of_tensors_clips_nothing_and_says_so(tmp_path):
     assert "threshold" not in "".join(lines)
 
 
-def live_and_replayed(path: Path, policy):
-    """The decisions of a live run and of its replay; the replay's summary."""
-    live = [
-        (
-            [each.name for each in Cause if each.name in line["cause"]],
-            [each.name for each in Action if each.name in line["action"]],
-            line["skip"],
-            np.float32(line["grad_scale"]),
-            np.float32(line["lr_scale"]),
-        )
-        for line in map(json.loads, path.open())
-    ]
-    found = [([], [], False, np.float32(1), np.float32(1))] * len(live)
-    result = replay(logs.trace(path), policy)
-    for row in result:
-        scales = np.float32(row.grad_scale), np.float32(row.lr_scale)
-        found[row.index] = [*names_of(row.cause)], [*names_of(row.action)], row.skip, *scales
-    return live, found, result.summary
+def flags_of(kind: type[Flag], names: Iterable[str]) -> Flag:
+    """The flags with these names. Names of other kinds are left out."""
+    found = kind(0)
+    for flag in kind:
+        if flag.name in names:
+            found |= flag
+    return found
 
 
 @BOTH_FRAMEWORKS
@@ -199,8 +190,16 @@ def test_a_replay_has_the_decisions_of_a_live_run_with_rollbacks(framework, bad,
     loop = loop_of(framework, Faults(once=bad), rules())
     result = train(loop, rules(), range(40), metrics=path)
     assert result.rollbacks == len(bad)
-    live, found, summary = live_and_replayed(path, rules())
+    live = []
+    for line in map(json.loads, path.open()):
+        scales = np.float32(line["grad_scale"]), np.float32(line["lr_scale"])
+        causes = flags_of(Cause, line["cause"])
+        live.append((causes, flags_of(Action, line["action"]), line["skip"], *scales))
+    decided, replayed_run = replayed(logs.trace(path), rules())
+    found = [NEUTRAL] * len(live)
+    for index, decision in decided:
+        found[index] = decision
     assert found == live
-    assert summary.rollbacks == len(bad)
-    orders = [row for row in replay(logs.trace(path), rules()) if row.action & Action.ROLLBACK]
+    assert replayed_run.summary.rollbacks == len(bad)
+    orders = [row for row in replayed_run if row.action & Action.ROLLBACK]
     assert [row.attempt for row in orders] == list(range(len(bad)))

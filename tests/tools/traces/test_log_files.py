@@ -23,6 +23,8 @@ from tests.tools.traces.opened_traces import open_one, refusal, write
             "only 'a log in prose'. Name one",
         ),
         ("[D loss: 2.5] [G loss: 0.5]\n", "Name one: --column 'loss=D loss'"),
+        ("a,my; loss\n5,1\n6,3\n", "Name one: --column 'loss=my; loss'"),
+        ("step,loss,loss\n1,2,3\n", "two columns have the name 'loss': rename one"),
         (
             "step,loss\n" + '"1,000",2\n' * 20,
             "20 of 20 lines cannot be used, first in line 2: 'step'",

@@ -65,13 +65,22 @@ def log_of(form: str, ends: set[str], last: int = LAST, with_norm: bool = True) 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    ("ends", "with_norm"),
-    [({"loss"}, True), ({"grad_norm"}, True), ({"loss", "grad_norm"}, True), ({"loss"}, False)],
-    ids=["loss", "norm", "both", "the only one"],
+    ("ends", "with_norm", "last_row"),
+    [
+        ({"loss"}, True, False),
+        ({"grad_norm"}, True, False),
+        ({"loss", "grad_norm"}, True, False),
+        ({"loss"}, False, False),
+        ({"loss"}, True, True),
+    ],
+    ids=["loss", "norm", "both", "the only one", "but for the last row"],
 )
-def test_a_signal_that_ends_before_the_run_is_named(tmp_path, form, ends, with_norm):
-    path = write(tmp_path / "run.log", log_of(form, ends, with_norm=with_norm))
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["replay", str(path)])
+def test_a_signal_that_ends_before_the_run_is_named(tmp_path, form, ends, with_norm, last_row):
+    text = log_of(form, ends, with_norm=with_norm)
+    if last_row:
+        text += FORMS[form][1](ROWS, "1.5", "0.5") + "\n"
+    path = write(tmp_path / "run.log", text)
+    result = CliRunner(env={"COLUMNS": "1000"}).invoke(app, ["replay", str(path)])
     assert (result.exit_code, "no alarm" in result.output) == (1, False)
     probe = CliRunner().invoke(app, ["probe", "loss", str(path)])
     for name in ends:
@@ -82,15 +91,6 @@ def test_a_signal_that_ends_before_the_run_is_named(tmp_path, form, ends, with_n
         assert (probe.exit_code, clause in probe.output) == (1, True)
     (trace,), _ = open_traces(path)
     assert list(replay(trace, "default").summary.missing) == sorted(ends, reverse=True)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_loss_in_the_last_row_does_not_hide_the_rows_without_a_loss(tmp_path, form):
-    text = log_of(form, {"loss"}) + FORMS[form][1](ROWS, "1.5", "0.5") + "\n"
-    path = write(tmp_path / "run.log", text)
-    result = CliRunner(env={"COLUMNS": "1000"}).invoke(app, ["replay", str(path)])
-    assert result.exit_code == 1
-    assert f"the loss is missing from row {LAST} on (step {LAST})" in result.output.splitlines()[0]
 
 
 def test_the_alarms_before_the_end_of_a_signal_are_named(tmp_path):
