@@ -8,6 +8,7 @@ from __future__ import annotations
 
 # ruff: noqa: F403, F405 - `__all__` lists the names, and a test imports each of them
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from healcore.core.errors import HealcoreError
@@ -53,6 +54,13 @@ def __getattr__(name: str) -> Any:
     """Imports a submodule or a name of `healcore.api` on first use (PEP 562)."""
     if name in _SUBMODULES:
         return importlib.import_module(f"healcore.{name}")
+    if name == "Cursor":
+        warnings.warn(
+            "healcore.Cursor is deprecated, and healcore 0.6 removes it: write "
+            "`for batch in healer.batches(loader)`, which reads, skips and goes back",
+            DeprecationWarning,
+            stacklevel=2,
+        )
     if name in __all__:
         return getattr(importlib.import_module("healcore.api"), name)
     hint = f"it has {sorted(__all__)}"

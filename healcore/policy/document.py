@@ -167,9 +167,9 @@ class IncidentTable(NamedTuple):
     """Alarms, within one incident, after which the policy repeats its rollback or its cut. The
     repeated rollback goes further back if `deepen` is above 0."""
     alert_steps: StepsOrZero = 0
-    """Steps that a cause must be absent before the `Healer` alerts on it again. With 1 each
-    isolated spike is a fault of its own. With 0 these are `quiet_steps`. Alerts are the first ten
-    faults of each cause, then the 16th, the 32nd, the 64th and so on."""
+    """Deprecated: leave it out. Steps that a cause must be absent before the `Healer` alerts on it
+    again. With 1 each isolated spike is a fault of its own. With 0 these are `quiet_steps`. Alerts
+    are the first ten faults of each cause, then the 16th, the 32nd, the 64th and so on."""
 
 
 class Rollback(NamedTuple):

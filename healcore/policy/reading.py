@@ -9,12 +9,14 @@ import difflib
 import functools
 import json
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from healcore.console import stacklevel_of_program
 from healcore.core.errors import HealcoreError
 from healcore.policy.document import SCHEMA, Conflict, Path, Policy, is_table
 
@@ -154,6 +156,13 @@ def from_dict(data: Mapping[str, Any], *, source: str = "<dict>") -> Policy:
     else:
         found = [*_conflicts(policy), *policy.conflicts()]
         if not found:
+            if policy.incident.alert_steps:  # 0, as `to_dict` writes it, is the default
+                warnings.warn(
+                    "the policy key incident.alert_steps is deprecated, and healcore 0.6 removes "
+                    "it: leave it out, faults are told apart by incident.quiet_steps",
+                    DeprecationWarning,
+                    stacklevel_of_program(),
+                )
             return policy
     problems = [Problem(dotted(path), _shown(data, path), *more) for path, *more in found]
     raise PolicyError(source, tuple(problems))

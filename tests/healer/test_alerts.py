@@ -342,6 +342,7 @@ def train_with_spikes(alert_steps: int, store: Path) -> None:
             optimizer.zero_grad()
 
 
+@pytest.mark.filterwarnings("ignore:the policy key incident.alert_steps:DeprecationWarning")
 def test_a_policy_value_says_how_many_isolated_spikes_are_alerted(tmp_path):
     train_with_spikes(0, tmp_path / "default")
     alarms = steps_of(events(tmp_path / "default", "alarm"))
