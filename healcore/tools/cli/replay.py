@@ -7,6 +7,8 @@ not be written.
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -30,6 +32,9 @@ OK, PARTIAL = 0, 1
 
 MAX_PRINTED = 20
 """Limit of the problems of traces that are printed."""
+MAX_VARIANTS = 100
+"""Largest number of variants. Nobody reads a larger table, and the best of many settings is the
+best by chance."""
 _PIPE_WIDTH = 160
 """Width of a table in columns if the width of the output is unknown."""
 
@@ -95,10 +100,45 @@ def sweep(
     """Replay variants of a policy, and show the sums of each over all traces."""
     from healcore.policy import load
     from healcore.policy.loader import parse_overrides
-    from healcore.tools.replay.variants import variants
 
     base = load(policy, **parse_overrides(set_ or (), "--set"))
     _replay_traces(traces, variants(base, vary), jsonl, None, column, join, sums_only=True)
+
+
+def variants(policy: Policy, vary: Sequence[str]) -> dict[str, Policy]:
+    """Makes all combinations of the values of some keys.
+
+    Args:
+        policy: the base policy.
+        vary: options `KEY=A,B,C` with the dotted keys of a policy file.
+
+    Returns:
+        The base policy by its name, then each variant by its settings, such as
+        "clip.max_norm=0.5 mode=observe". The last option varies fastest.
+
+    Raises:
+        PolicyError: an option has another form, a value is invalid, or there are more than
+            `MAX_VARIANTS` variants.
+    """
+    from healcore.policy import load
+    from healcore.policy.loader import parse_overrides
+    from healcore.policy.reading import policy_error
+
+    axes: list[list[str]] = []
+    for option in vary:
+        key, _, values = option.partition("=")
+        settings = [f"{key.strip()}={value.strip()}" for value in values.split(",")]
+        axes.append(list(dict.fromkeys(settings)))  # without a value that is given twice
+    count = math.prod(map(len, axes))
+    if count > MAX_VARIANTS:
+        rule = f"at most {MAX_VARIANTS} variants"
+        raise policy_error(
+            "on the command line", f"{count:,} variants", rule, "fewer values of --vary"
+        )
+    policies = {policy.name: policy}
+    for settings in itertools.product(*axes):
+        policies[" ".join(settings)] = load(policy, **parse_overrides(settings, "--vary"))
+    return policies
 
 
 def _replay_traces(

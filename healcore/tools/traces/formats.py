@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import itertools
 import json
-import math
 import re
 import warnings
 from collections.abc import Iterator
@@ -106,10 +105,7 @@ def parse_number(value: Any) -> float | None:
         if value.strip().lower() in _NOT_LOGGED:
             return None
     elif isinstance(value, int) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except OverflowError:  # a whole number beyond float64
-            return math.copysign(math.inf, value)
+        return float(value)
     raise ValueError(f"{quote_excerpt(str(value))} is not a number")
 
 
