@@ -54,6 +54,9 @@ ENDS = {
 }  # fmt: skip
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:healcore.Cursor is deprecated:DeprecationWarning")
+
+
 def public_names(module: str) -> list[str]:
     """What a module exports at run time, without modules and `__version__`."""
     loaded = importlib.import_module(module)
