@@ -54,7 +54,7 @@ ENDS = {
 }  # fmt: skip
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:healcore.Cursor is deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:healcore.Cursor:DeprecationWarning")
 
 
 def public_names(module: str) -> list[str]:

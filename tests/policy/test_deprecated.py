@@ -1,4 +1,4 @@
-"""Names and keys that healcore 0.6 removes: each warns, at the program's line, with what to write."""
+"""Names and keys that healcore 0.6 removes: each warns, and says what to write instead."""
 
 import warnings
 
