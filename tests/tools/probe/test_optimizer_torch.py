@@ -129,31 +129,41 @@ def test_what_a_trainer_saves_about_the_run_is_reported(tmp_path):
     assert verdicts(probe(tmp_path, global_step=60))["step"] == "PASS"
 
 
-def low_rank_matrices(
-    prefix: str, layers: int, sizes: Mapping[str, int]
-) -> dict[str, torch.Tensor]:
-    """Zeros of an adapter's shapes, as PEFT names and orders them; `sizes` are of the outputs."""
+def adapter(
+    layers: int, sizes: Mapping[str, int], level: Callable[[str], float]
+) -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer]:
+    """Weights as PEFT names and orders them, and their optimizer with second moments at a level.
+
+    `sizes` are of the outputs of each projection.
+    """
     weights = {}
     for layer in range(layers):
         for projection, size in sizes.items():
-            name = f"{prefix}.{layer}.{projection}"
-            weights[f"{name}.lora_A.weight"] = torch.zeros(4, 16)
-            weights[f"{name}.lora_B.weight"] = torch.zeros(size, 4)
-    return weights
+            name = f"{LAYERS}.{layer}.{projection}"
+            weights[f"{name}.lora_A.weight"] = nn.Parameter(torch.zeros(4, 16))
+            weights[f"{name}.lora_B.weight"] = nn.Parameter(torch.zeros(size, 4))
+    generator = torch.Generator().manual_seed(0)
+    optimizer = torch.optim.AdamW(weights.values())
+    for name, each in weights.items():
+        square = 1e-8 * level(name) * (0.5 + torch.rand(each.shape, generator=generator))
+        optimizer.state[each] = {
+            "step": torch.tensor(60.0), "exp_avg": torch.zeros(each.shape), "exp_avg_sq": square,
+        }  # fmt: skip
+    return weights, optimizer
+
+
+LAYERS = "base_model.model.model.layers"
+
+
+def save_adapter(weights: Mapping[str, nn.Parameter], folder: Path) -> None:
+    tensors = {name: each.detach() for name, each in weights.items()}
+    save_file(tensors, folder / "adapter_model.safetensors")
 
 
 def test_the_layers_of_an_adapter_are_named_by_the_weights_beside(tmp_path):
-    prefix = "base_model.model.model.layers"
-    matrices = low_rank_matrices(prefix, 12, {"q_proj": 16, "o_proj": 16, "v_proj": 8})
-    weights = {name: nn.Parameter(matrix) for name, matrix in matrices.items()}
-    optimizer = torch.optim.AdamW(weights.values())
-    for name, each in weights.items():
-        square = 1e-6 * torch.rand_like(each) * (1e6 if "v_proj" in name else 1)
-        step = torch.tensor(60.0)
-        average = torch.zeros_like(each)
-        optimizer.state[each] = {"step": step, "exp_avg": average, "exp_avg_sq": square.detach()}
-    tensors = {name: each.detach() for name, each in weights.items()}
-    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    sizes = {"q_proj": 16, "o_proj": 16, "v_proj": 8}
+    weights, optimizer = adapter(12, sizes, lambda name: 1e6 if "v_proj" in name else 1)
+    save_adapter(weights, tmp_path)
 
     def probed(factors: dict[str, float]) -> Report:
         for name, each in weights.items():
@@ -167,11 +177,11 @@ def test_the_layers_of_an_adapter_are_named_by_the_weights_beside(tmp_path):
     result = probed({})
     assert result.verdict.value == "PASS", result.checks
     assert result.score == 1.0
-    assert {each["layer"] for each in result.facts["top"]} == {f"{prefix}.{i}" for i in range(12)}
+    assert {each["layer"] for each in result.facts["top"]} == {f"{LAYERS}.{i}" for i in range(12)}
     result = probed({"layers.10.v_proj.lora_B": 1e5, "layers.10.q_proj.lora_A": 1e5})
     (far,) = [each for each in result.facts["top"] if each["outlier"]]
-    assert far["layer"] == f"{prefix}.10"
-    assert far["parameter"].startswith(f"{prefix}.10.")
+    assert far["layer"] == f"{LAYERS}.10"
+    assert far["parameter"].startswith(f"{LAYERS}.10.")
     assert result.score == 7 / 8
     half = probed({f"layers.{at}.": 1e3 for at in range(0, 12, 2)})
     assert verdicts(half)["outliers"] == "FAIL"
@@ -183,25 +193,20 @@ def test_the_layers_of_an_adapter_are_named_by_the_weights_beside(tmp_path):
 )
 def test_a_healthy_adapter_of_two_layers_passes(sizes, tmp_path):
     """The gradients of queries are far smaller than those of values, in each layer."""
-    projections = {f"self_attn.{name}": size for name, size in sizes.items()}
-    weights = low_rank_matrices("base_model.model.layers", 2, projections)
-    generator = torch.Generator().manual_seed(0)
-    optimizer = torch.optim.AdamW([nn.Parameter(each) for each in weights.values()])
-    for name, each in zip(weights, optimizer.param_groups[0]["params"], strict=True):
-        level = (1 if "q_proj" in name else 300) * (30 if "lora_B" in name else 1)
-        square = 1e-8 * level * (0.5 + torch.rand(each.shape, generator=generator))
-        optimizer.state[each] = {
-            "step": torch.tensor(90.0), "exp_avg": torch.zeros(each.shape), "exp_avg_sq": square,
-        }  # fmt: skip
+
+    def level(name: str) -> float:
+        return (1 if "q_proj" in name else 300) * (30 if "lora_B" in name else 1)
+
+    weights, optimizer = adapter(2, sizes, level)
     path = tmp_path / "optimizer.pt"
     torch.save(optimizer.state_dict(), path)
     assert probe(path).verdict.value == "PASS", "without the names"
-    save_file(weights, tmp_path / "adapter_model.safetensors")
+    save_adapter(weights, tmp_path)
     for subject in (path, tmp_path):
         result = probe(subject, top=12)
         assert result.verdict.value == "PASS", result.checks
         layers = {each["layer"] for each in result.facts["top"]}
-        assert layers == {"base_model.model.layers.0", "base_model.model.layers.1"}
+        assert layers == {f"{LAYERS}.0", f"{LAYERS}.1"}
 
 
 def test_one_nan_in_any_parameter_warns(tmp_path):
