@@ -40,7 +40,7 @@ _NO_LOG = (".events.jsonl", ".lock", ".py", ".sh", ".md", ".ipynb", ".toml", ".y
 """Ends of the names of files that have no row for each step: a Healer's events, code, settings."""
 _MAX_DEPTH = 4
 """Levels of folders that are searched, as logs/experiment/seed-1/version_0."""
-_SKIPPED_FOLDERS = re.compile(r"\..*|__.*|(?:checkpoint|step|global_step|iter)[-_]?(\d+)(?:\.\d+)?")
+_SKIPPED_FOLDERS = re.compile(r"\..*|__.*|(?:checkpoint|step|global_step|iter)[-_]?\d+(?:\.\d+)?")
 """Names of folders that are not searched, because they have no logs or the logs of a checkpoint."""
 _ABSENT = np.array(None)
 """No cell, for comparisons with columns."""
@@ -158,10 +158,9 @@ def _unreadable(path: str, error: Exception) -> Unreadable:
 
 
 def _read_directory(path: str, columns: Mapping[str, str], failed: list[Unreadable]) -> _Runs:
-    """Reads in each folder the files of the preferred format, in natural order.
+    """Reads in each folder the files of the preferred format.
 
-    Folders in a folder with a log are not searched. The newest checkpoint of the Hugging Face
-    Trainer has the log up to its step. It is read if its folder has no other log.
+    Folders in a folder with a log are not searched.
 
     Args:
         path: the directory.
@@ -179,50 +178,25 @@ def _read_directory(path: str, columns: Mapping[str, str], failed: list[Unreadab
         failed.append(_unreadable(str(error.filename), error))
 
     for folder, folders, names in os.walk(path, onerror=report_folder):
-        files: dict[Callable[..., Records], list[str]] = {}
-        unusable: list[Unreadable] = []
-        for name in sorted(names, key=_natural):
-            file = os.path.join(folder, name)
-            # A pipe could block the read forever.
-            if name.startswith(".") or name.endswith(_NO_LOG) or not os.path.isfile(file):
-                continue
-            try:
-                files.setdefault(_detect_format(file, columns), []).append(file)
-            except OSError as error:
-                unusable.append(_unreadable(file, error))
-            except TraceError:
-                continue  # they are often weights and configurations
-        if not files:
-            states: list[tuple[int, str]] = []
-            for name in folders:
-                state = os.path.join(folder, name, "trainer_state.json")
-                checkpoint = _SKIPPED_FOLDERS.fullmatch(name)
-                if checkpoint and checkpoint[1] and os.path.isfile(state):
-                    states.append((int(checkpoint[1]), state))
-            if states:
-                files[formats.json_document] = [max(states)[1]]
         logs: list[RawLog] = []
-        is_judged = True
-        for form in _FORMATS:
-            for file in files.get(form, ()):
-                try:
-                    logs += _read_file(file, form, columns)
-                except Exception as error:  # damaged bytes may raise any error
-                    failure = _unreadable(file, error)
-                    if failure.not_judged:
-                        failed.append(failure)
-                        is_judged = form not in _OF_ONE_RUN
-                    elif form is not formats.table_rows or file.endswith((".csv", ".tsv")):
-                        # Text of any kind looks like a table at first.
-                        unusable.append(failure)
-            if not is_judged:  # the rest is a part of the run
-                logs.clear()
-                folders.clear()
+        unusable: list[Unreadable] = []
+        preferred: Callable[..., Records] | None = None
+        for form, file in _find_files(folder, folders, names, columns, unusable):
+            if logs and form is not preferred:
                 break
-            if logs:
-                logs[0].notes.extend(f"{each.path}: {each.problem}" for each in unusable)
-                found += _group(folder, logs, form in _OF_ONE_RUN)
-                break
+            preferred = form
+            try:
+                logs += _read_file(file, form, columns)
+            except Exception as error:  # damaged bytes may raise any error
+                failure = _unreadable(file, error)
+                if failure.not_judged:
+                    failed.append(failure)
+                # Text of any kind looks like a table at first.
+                elif form is not formats.table_rows or file.endswith((".csv", ".tsv")):
+                    unusable.append(failure)
+        if logs:
+            logs[0].notes.extend(f"{each.path}: {each.problem}" for each in unusable)
+            found += _group(folder, logs, preferred in _OF_ONE_RUN)
         else:
             doubtful += [(folder, each) for each in unusable]
         depth = os.path.relpath(folder, path).count(os.sep)
@@ -239,6 +213,40 @@ def _read_directory(path: str, columns: Mapping[str, str], failed: list[Unreadab
             "and `healcore probe checkpoint` reads checkpoints"
         )
     return found
+
+
+def _find_files(
+    folder: str,
+    folders: Sequence[str],
+    names: Sequence[str],
+    columns: Mapping[str, str],
+    unusable: list[Unreadable],
+) -> list[tuple[Callable[..., Records], str]]:
+    """Finds the possible logs in a folder, the preferred format first, in natural order.
+
+    The newest checkpoint of the Hugging Face Trainer has the log up to its step. It is read if its
+    folder has no other file of a known format. `unusable` gets the files that cannot be opened.
+    """
+    files: list[tuple[Callable[..., Records], str]] = []
+    for name in sorted(names, key=_natural):
+        file = os.path.join(folder, name)
+        # A pipe could block the read forever.
+        if name.startswith(".") or name.endswith(_NO_LOG) or not os.path.isfile(file):
+            continue
+        try:
+            files.append((_detect_format(file, columns), file))
+        except OSError as error:
+            unusable.append(_unreadable(file, error))
+        except TraceError:
+            continue  # they are often weights and configurations
+    files.sort(key=lambda found: _FORMATS.index(found[0]))
+    if files:
+        return files
+    for name in sorted(folders, key=_natural, reverse=True):
+        state = os.path.join(folder, name, "trainer_state.json")
+        if _SKIPPED_FOLDERS.fullmatch(name) and os.path.isfile(state):
+            return [(formats.json_document, state)]
+    return []
 
 
 def _group(path: str, logs: list[RawLog], is_one_run: bool) -> _Runs:

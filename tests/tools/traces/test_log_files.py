@@ -162,6 +162,24 @@ def test_tables_in_one_folder_are_runs(tmp_path):
     assert len(whole.rows.step) == 9
 
 
+def test_a_damaged_file_is_named_beside_a_log_and_costs_the_status_alone(tmp_path):
+    for run in ("a", "b", "c"):
+        (tmp_path / run).mkdir()
+        write(tmp_path / run / "LICENSE", "Licensed, as it is\n")
+    write(tmp_path / "settings.json", '{"epochs": 3}')
+    write(tmp_path / "a" / "log.csv", csv([1, 2, 3]))
+    broken = write(tmp_path / "a" / "damaged.csv", "step,loss,loss\n1,2,3\n")
+    alone = write(tmp_path / "b" / "trainer_state.json", '{"log_history": [{"step": 1,')
+    unjudged = write(tmp_path / "c" / "log.csv", "step,loss\n" + "1,x\n" * 9)
+    (trace,), failed = open_traces(tmp_path)
+    assert trace.name == str(tmp_path / "a")
+    assert trace.notes[0].startswith(f"{broken}: two columns have the name 'loss'")
+    assert {(each.path, each.not_judged) for each in failed} == {
+        (str(alone), False),
+        (str(unjudged), True),
+    }
+
+
 @settings(max_examples=100)
 @given(
     steps=st.lists(st.integers(0, 12), min_size=1, max_size=40), cuts=st.sets(st.integers(0, 40))
