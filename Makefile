@@ -6,6 +6,11 @@
 #   make test-originals       OLMo-core's own optimizer beside our port of it
 #   make test-deepspeed       DeepSpeed and ArcticTraining; needs a C++ compiler
 #   make test-ray             Ray's group of workers
+#   make gpu                  what needs a GPU, within nine minutes; on a CPU a small form of it
+#   make lint                 ruff and pyright
+#   make docs                 site/index.html, with the API reference from the docstrings
+#   make lock                 new pins, after a change of dependencies (ARGS=--keep: only that)
+#   make release-check        what a release uploads, installed with each extra
 #   make demo PYTHON=python3.12
 # Every package is installed by its hash (requirements/hashed), torch by its version: which of its
 # files is meant depends on the machine.
