@@ -201,11 +201,7 @@ def report(
         if len(events) > 1:  # it belongs to none of the runs
             page = Path(SEVERAL_RUNS)
     # Metrics and postmortems are next to the events file.
-    inputs: list[Path] = []
-    for file in files:
-        inputs.append(file)
-        inputs += file.parent.glob("*.json*")
-    check_outputs([page], inputs)
+    check_outputs([page], [*files, *(file.parent for file in files)])
     write_output(page, render(reports))
     echo(f"page: {page}")
     if len(files) < len(events):
