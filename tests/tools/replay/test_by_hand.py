@@ -177,7 +177,7 @@ def flags_of(kind: type[Flag], names: Iterable[str]) -> Flag:
     """The flags with these names. Names of other kinds are left out."""
     found = kind(0)
     for flag in kind:
-        if flag.name in names:
+        if str(flag.name) in names:
             found |= flag
     return found
 
@@ -196,7 +196,7 @@ def test_a_replay_has_the_decisions_of_a_live_run_with_rollbacks(framework, bad,
         causes = flags_of(Cause, line["cause"])
         live.append((causes, flags_of(Action, line["action"]), line["skip"], *scales))
     decided, replayed_run = replayed(logs.trace(path), rules())
-    found = [NEUTRAL] * len(live)
+    found: list[Any] = [NEUTRAL] * len(live)
     for index, decision in decided:
         found[index] = decision
     assert found == live
