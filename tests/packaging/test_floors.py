@@ -1,15 +1,7 @@
-"""Each floor imports only those below it, and a reader of one healthy step walks a short way."""
+"""Each floor imports only those below it."""
 
 import ast
-import sys
-from collections import Counter
-from itertools import chain
 from pathlib import Path
-from types import FrameType
-
-import torch
-
-from healcore.torch import attach
 
 ROOT = Path(__file__).parents[2] / "healcore"
 ADAPTERS = ROOT.parent / "adapters"
@@ -85,60 +77,3 @@ def test_only_the_registry_imports_an_adapter_by_name():
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Call):
                     assert not imports_an_adapter(node), f"{path}: use adapter_registry.find"
-
-
-RUN = "healcore.runtime.run."
-JOINERS = ("run", "construction", "start", "")
-"""They import all parts of a run: `Run` names them, `construction` makes them."""
-
-
-def imports_when_run(path: Path) -> set[str]:
-    """The modules that a file imports at its import, without those for type checkers only."""
-    tree = ast.parse(path.read_text())
-    checks = [node for node in tree.body if ast.unparse(node).startswith("if TYPE_CHECKING")]
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
-    typed = {each for check in checks for each in ast.walk(check)}
-    return {node.module or "" for node in nodes if node not in typed}
-
-
-def test_the_parts_of_a_run_have_no_circle():
-    """A part is a folder, or a file directly in `runtime/run`. It imports only parts below it."""
-    folder = ROOT / "runtime" / "run"
-    below: dict[str, set[str]] = {}
-    for path in folder.rglob("*.py"):
-        part = path.relative_to(folder).with_suffix("").parts[0].removeprefix("__init__")
-        names = {name for name in imports_when_run(path) if name.startswith(RUN)}
-        names = {name.removeprefix(RUN).partition(".")[0] for name in names}
-        below.setdefault(part, set()).update(names - {part})
-    parts = {name: names for name, names in below.items() if name not in JOINERS}
-    assert [name for name, names in parts.items() if names & {*JOINERS}] == []
-    levels: list[set[str]] = []
-    while rest := parts.keys() - {*chain(*levels)}:
-        done = {*chain(*levels)}
-        levels.append({name for name in rest if parts[name] <= done})
-        assert levels[-1], f"a circle among {sorted(rest)}"
-
-
-def test_a_healthy_torch_step_is_short():
-    """From `observe` to the end of `optimizer.step()`, without comprehensions."""
-    model = torch.nn.Linear(8, 8)
-    optimizer = torch.optim.AdamW(model.parameters())
-    heal = attach(optimizer, "default")
-    calls: Counter[str] = Counter()
-
-    def count(frame: FrameType, event: str, _: object) -> None:
-        file, name = frame.f_code.co_filename, frame.f_code.co_name
-        if event == "call" and "/healcore/" in file and (name[0] != "<" or name == "<lambda>"):
-            calls[file] += 1
-
-    for _ in range(30):
-        loss = model(torch.ones(4, 8)).square().mean()
-        loss.backward()
-        calls.clear()
-        sys.setprofile(count)
-        heal.observe(loss)
-        optimizer.step()
-        sys.setprofile(None)
-        optimizer.zero_grad()
-    assert len(calls) <= 16, calls  # and the engine's step, which is recorded
-    assert calls.total() <= 55, calls

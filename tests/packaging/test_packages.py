@@ -1,6 +1,5 @@
 """The list of packages, the pins, and the wheel, built by way of the sdist from a copy."""
 
-import ast
 import os
 import re
 import shutil
@@ -56,42 +55,6 @@ def test_package_list_equals_the_folders():
     lines = "\n".join(f'    "{name}",' for name in sorted(found))
     message = f"write in [tool.setuptools] packages:\n{lines}"
     assert PROJECT["tool"]["setuptools"]["packages"] == sorted(found), message
-
-
-def test_a_map_of_a_package_has_all_of_its_modules():
-    """A map is an `__init__.py` whose docstring or comments name at least two modules beside it."""
-    maps = 0
-    missing = []
-    for folder in SOURCES.values():
-        for init in sorted((ROOT / folder).rglob("__init__.py")):
-            text = _docstring_and_comments(init.read_text())
-            beside = {each.parent for each in init.parent.glob("*/__init__.py")}
-            modules = [each.stem for each in (*init.parent.glob("[!_]*.py"), *beside)]
-            absent = [name for name in modules if not _is_on_map(name, text)]
-            if len(modules) - len(absent) > 1:
-                maps += 1
-                missing += [f"{init.relative_to(ROOT)}: {name}" for name in absent]
-    assert maps > 5
-    message = "write in the docstring of the package what each module is for:\n"
-    assert not missing, message + "\n".join(missing)
-
-
-def _docstring_and_comments(source: str) -> str:
-    """The text of a file for a reader. A public package has its map in comments."""
-    comments = [line[1:] for line in source.splitlines() if line.startswith("#")]
-    return "\n".join([ast.get_docstring(ast.parse(source)) or "", *comments])
-
-
-def _is_on_map(module: str, text: str) -> bool:
-    """Whether a docstring names a module: as code, in a table, or by a name of several words.
-
-    One word, such as `loop` or `run`, may be a word of a sentence. A dotted name is an example.
-    """
-    name = rf"(?<![\w.]){module}(?!\w)"
-    if "_" in module:
-        return re.search(name, text) is not None
-    as_code, in_table = f"`{name}(/|[.]py)?`", rf"(^ *|  +){name}/?  +"
-    return re.search(f"{as_code}|{in_table}", text, flags=re.M) is not None
 
 
 def name_of(requirement: str) -> str:
