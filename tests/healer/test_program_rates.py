@@ -1,6 +1,5 @@
 """The program's own learning rate, edited before a restart."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +18,13 @@ STEPS = 40
 
 
 class TorchProgram:
-    """A model of torch, whose rate is constant or set by a scheduler of the state."""
+    """A model of torch with a constant rate."""
 
-    def __init__(
-        self,
-        make_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
-        first_rate: float = 0.01,
-    ) -> None:
+    def __init__(self, rate: float) -> None:
         torch.manual_seed(0)
         self.model = torch.nn.Linear(4, 1)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=first_rate)
-        self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
-        self.scheduler = None
-        if make_scheduler is not None:
-            self.scheduler = self.state["scheduler"] = make_scheduler(self.optimizer)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate)
+        self.state = {"model": self.model, "optimizer": self.optimizer}
 
     def step(self, healer: Healer, batch: Any) -> None:
         inputs, targets = map(torch.from_numpy, batch)
@@ -41,17 +33,15 @@ class TorchProgram:
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if self.scheduler is not None:
-            self.scheduler.step()
 
 
 class JaxProgram:
     """A model of JAX, whose rate is a number of its state."""
 
-    def __init__(self, tx: Any) -> None:
+    def __init__(self, rate: float) -> None:
         params = {"w": jnp.zeros((4, 1))}
-        self.tx = tx
-        self.state: dict[str, Any] = {"params": params, "opt": tx.init(params)}
+        self.tx = protect(optax.inject_hyperparams(optax.sgd)(learning_rate=rate), POLICY)
+        self.state = {"params": params, "opt": self.tx.init(params)}
 
     def step(self, healer: Healer, batch: Any) -> None:
         inputs, targets = batch
@@ -76,16 +66,12 @@ def train(program: TorchProgram | JaxProgram, folder: Path, stop_at: int) -> Non
                 break
 
 
-def edited(framework: str, rate: float) -> TorchProgram | JaxProgram:
-    """A program whose rate is a number of its state, in the form after an edit."""
-    if framework == "torch":
-        return TorchProgram(first_rate=rate)
-    return JaxProgram(protect(optax.inject_hyperparams(optax.sgd)(learning_rate=rate), POLICY))
+PROGRAMS = {"torch": TorchProgram, "jax": JaxProgram}
 
 
 @BOTH_FRAMEWORKS
 def test_a_start_names_a_rate_that_was_edited(framework, tmp_path, caplog):
     for stop_at, rate, says in ((6, 0.001, False), (12, 0.001, False), (18, 0.0005, True)):
         caplog.clear()
-        train(edited(framework, rate), tmp_path, stop_at)
+        train(PROGRAMS[framework](rate), tmp_path, stop_at)
         assert ("0.001 -> 0.0005; numbers in the state stay as saved" in caplog.text) is says
