@@ -167,14 +167,15 @@ def accumulated(inner: Any, policy: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_a_nan_that_stays_in_the_accumulator_is_left_out_with_its_whole_accumulation(tmp_path):
+@pytest.mark.parametrize("bad", [[9], [9, 10, 11]], ids=["one", "three in a row"])
+def test_each_batch_whose_nan_stays_in_the_accumulator_is_left_out(bad, tmp_path):
     run = plain(policy="default", wrap=accumulated)
     with Healer(state=run.state, store=tmp_path) as healer:
         for number, state in healer.batches(range(100)).with_state():
-            healer.update(step(run, state, number, bad=9))
-    # The first one is at the tenth skipped update in a row. Its repeat finds the batch.
-    first, second = events(tmp_path, "rollback")
+            healer.update(run.step(state, batch(number, bad=number in bad)))
+    # The first one is at the tenth skipped update in a row. Its repeat finds the batches.
+    first, *others = events(tmp_path, "rollback")
     assert first["onset"] == 11
     assert "batches" not in first or not first["batches"]
-    assert second["batches"] == [[0, 9]]
+    assert [each["batches"] for each in others] == [[[0, number]] for number in bad]
     assert {each["incident"] for each in events(tmp_path, "alarm")} == {1}

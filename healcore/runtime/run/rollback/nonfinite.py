@@ -49,6 +49,8 @@ class NonfiniteRecovery:
     def __init__(self, run: Run) -> None:
         self.run = run
         self._action = _ACTIONS[run.policy.rollback.nonfinite_state]
+        self._not_by_a_batch = 0
+        """Number of the rollback whose repeat has shown that no batch alone makes the NaN or Inf."""
         self._answered: set[tuple[int, int]] = set()
         """Attempt and step of the saves with NaN or Inf that have led to a trouble."""
 
@@ -242,11 +244,18 @@ class NonfiniteRecovery:
         is_repeat = last.checkpoint <= index < last.step and not last.rewind_obstacle
         loader, batches = run.step_batches.last_read, tuple(run.step_batches.last_ids)
         is_scan = loader is not None and loader.is_scan
-        if not (of_state and is_repeat and batches) or last.trouble.exact or is_scan:
+        if not (of_state and is_repeat and batches) or is_scan:
             return None
-        finite = not run.saver.nonfinite_in_state()
-        # Another batch at the same step: the step is at fault.
-        if finite or any(each.trouble.exact and each.onset == index for each in rollbacks):
+        if last.number == self._not_by_a_batch or not run.saver.nonfinite_in_state():
+            return None
+        # Another batch at the same step: the step is at fault. But where gradients accumulate, a
+        # step keeps what its batch brings, and bad batches in a row all come to the same step.
+        most = 1
+        if run.journal.has_micro_steps:
+            most = STEPS_TO_CHECK
+        at_step = [each for each in rollbacks if each.trouble.exact and each.onset == index]
+        if len(at_step) >= most:
+            self._not_by_a_batch = last.number
             return None
         return replace(
             last.trouble, onset=index, found_at=index, since=index, batches=batches, exact=True
