@@ -50,7 +50,7 @@ class NonfiniteRecovery:
         self.run = run
         self._action = _ACTIONS[run.policy.rollback.nonfinite_state]
         self._not_by_a_batch = 0
-        """Number of the rollback whose repeat has shown that no batch alone makes the NaN or Inf."""
+        """Number of the rollback whose repeat has shown that no batch alone makes NaN or Inf."""
         self._answered: set[tuple[int, int]] = set()
         """Attempt and step of the saves with NaN or Inf that have led to a trouble."""
 
