@@ -143,7 +143,9 @@ class Incident:
     @property
     def last_kind(self) -> str:
         """Kind of the last response, or empty."""
-        return self.responses[-1].kind if self.responses else ""
+        if not self.responses:
+            return ""
+        return self.responses[-1].kind
 
     @property
     def rolled_back(self) -> bool:
@@ -159,7 +161,9 @@ class Incident:
     @property
     def end(self) -> float:
         """Step of the last alarm or order."""
-        return self.step if self.last_step is None else self.last_step
+        if self.last_step is None:
+            return self.step
+        return self.last_step
 
     def add(self, event: EventRecord) -> None:
         """Adds an alarm of the incident, or an event of the response to it.
@@ -169,7 +173,8 @@ class Incident:
         """
         if event.kind == "alarm":
             self.step = max(self.step, event.step or 0)
-            self.mode = Mode.OBSERVE if event.observed else self.mode
+            if event.observed:
+                self.mode = Mode.OBSERVE
             self.cause = tuple(dict.fromkeys((*self.cause, *(event.cause or ()))))
             self.alarms += 1
             self.skipped += bool(event.skip)
@@ -177,8 +182,10 @@ class Incident:
         else:
             self.responses.append(event)
         before, after = event.lr_scale_before, event.lr_scale
-        if before is not None and after is not None and after != (self.lr_path or (before,))[-1]:
-            self.lr_path = (*(self.lr_path or (before,)), after)
+        if before is not None and after is not None:
+            path = self.lr_path or (before,)
+            if after != path[-1]:
+                self.lr_path = (*path, after)
 
 
 def incidents_of(events: Iterable[EventRecord]) -> list[Incident]:
@@ -201,7 +208,9 @@ def incidents_of(events: Iterable[EventRecord]) -> list[Incident]:
                     found.append(current)
                 current.add(event)
             case "rollback":
-                onset = step if event.onset is None else event.onset
+                onset = event.onset
+                if onset is None:
+                    onset = step
                 if not found or found[-1].onset_step != onset:
                     # Better weights or a hook: a rollback without an incident.
                     found.append(Incident(0, onset, max(onset, step), tuple(event.cause or ())))
@@ -244,7 +253,9 @@ class RunProcess:
     def seconds(self) -> float | None:
         """Duration in seconds by the monotonic clock, or None if unknown."""
         first, last = self.first.mono, self.last.mono
-        return None if first is None or last is None else last - first
+        if first is None or last is None:
+            return None
+        return last - first
 
     def state(self) -> Ending:
         """Finds out how the process ended, or whether it is still running.
@@ -325,7 +336,9 @@ class RunHistory:
             self.malformed.append((event, invalid))
         done = event.step or 0
         if not self.processes or event.run != self.processes[-1].id:
-            origin = "process" if self.attempts else "start"
+            origin = "start"
+            if self.attempts:
+                origin = "process"
             killed = bool(self.processes) and self.processes[-1].end is None
             self.attempts.append(RunAttempt(done, origin, self.step, killed=killed))
             self.processes.append(RunProcess(event.run, event, event))
@@ -336,7 +349,9 @@ class RunHistory:
         if event.step is not None and not has(event.kind, Trait.CHECKPOINT):
             # A judged event has the step's index: one more step is done.
             self.step = done + has(event.kind, Trait.JUDGED)
-        step = done if event.checkpoint is None else event.checkpoint
+        step = event.checkpoint
+        if step is None:
+            step = done
         match event.kind:
             case "start":
                 if self.start is not None and self.start.store != event.store:
@@ -391,12 +406,16 @@ class RunHistory:
     @property
     def end(self) -> EventRecord | None:
         """Event `end` of the last process, or None."""
-        return self.processes[-1].end if self.processes else None
+        if not self.processes:
+            return None
+        return self.processes[-1].end
 
     @property
     def state(self) -> Ending:
         """Whether the run is running, or how it ended."""
-        return self.processes[-1].state() if self.processes else Ending.UNKNOWN
+        if not self.processes:
+            return Ending.UNKNOWN
+        return self.processes[-1].state()
 
     @property
     def observes(self) -> bool:

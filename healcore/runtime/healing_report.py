@@ -76,7 +76,9 @@ class HealingReport:
             memory: whether to write a memory profile.
         """
         end = run.end
-        ending = Ending.RUNNING if end is None else end.ending
+        ending = Ending.RUNNING
+        if end is not None:
+            ending = end.ending
         outcome = RunOutcome.of(run, ending)
         ledger, counts = run.ledger, outcome.counts
         causes: Counter[str] = Counter()
@@ -87,7 +89,15 @@ class HealingReport:
         completed = ending == Ending.COMPLETED and healthy
         events, postmortem = run.log.events, None
         if events.path is not None and end is not None:
-            postmortem = path_for(events.path, events.process_id)
+            path = path_for(events.path, events.process_id)
+            if path.exists():
+                postmortem = path
+        found: tuple[str, ...] = ()
+        if not healthy:
+            found = tuple(hints(outcome))
+        profile = ""
+        if memory:
+            profile = memory_text(run)
         return cls(
             policy=run.policy.name,
             ending=str(ending),
@@ -105,11 +115,11 @@ class HealingReport:
             skipped_batches=tuple(sorted(run.loaders.skipped_ids())),
             lr_scale=outcome.lr_scale,
             last_good=outcome.last_good,
-            postmortem=postmortem if postmortem and postmortem.exists() else None,
+            postmortem=postmortem,
             diagnosis=explain(outcome),
-            advice=() if healthy else tuple(hints(outcome)),
+            advice=found,
             unrepaired=outcome.unrepaired,
-            memory=memory_text(run) if memory else "",
+            memory=profile,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -123,6 +133,9 @@ class HealingReport:
         return report
 
     def __str__(self) -> str:
-        where = f"Postmortem: {self.postmortem}" if self.postmortem else ""
-        memory = f"Memory: {self.memory}" if self.memory else ""
-        return "\n".join(filter(None, (f"Policy: {self.policy}", self.diagnosis, where, memory)))
+        lines = [f"Policy: {self.policy}", self.diagnosis]
+        if self.postmortem:
+            lines.append(f"Postmortem: {self.postmortem}")
+        if self.memory:
+            lines.append(f"Memory: {self.memory}")
+        return "\n".join(lines)

@@ -128,8 +128,13 @@ class RunOutcome(NamedTuple):
             outlives = saved.path is not None or not run.store.durable
             if good is not None and saved.is_usable and saved.step <= good and outlives:
                 found = saved
+        path = None
+        if found is not None:
+            path = found.path
         if listed:
-            good = None if found is None else found.step
+            good = None
+            if found is not None:
+                good = found.step
         unhealthy = run.monitor.is_unhealthy
         damaged = unhealthy or run.saver.nonfinite or fields.get("fault")
         return cls(
@@ -144,7 +149,7 @@ class RunOutcome(NamedTuple):
             lr_scale=run.metrics.lr_scale,
             newest=newest,
             last_good=good,
-            last_good_path=None if found is None else found.path,
+            last_good_path=path,
             metrics=run.metrics.values(),
             steps_lost=sum(each.lost for each in run.ledger.rollbacks),
             unrepaired=tuple(run.ledger.damage_left),
@@ -155,7 +160,9 @@ class RunOutcome(NamedTuple):
     def cause(self) -> Cause:
         """Cause of the last incident, or 0 without an incident."""
         numbered = [each for each in self.history.incidents if each.number]
-        return causes_of(numbered[-1].cause) if numbered else Cause(0)
+        if not numbered:
+            return Cause(0)
+        return causes_of(numbered[-1].cause)
 
 
 def last_line(outcome: RunOutcome) -> str:
@@ -168,7 +175,9 @@ def last_line(outcome: RunOutcome) -> str:
         The line, for example "completed after step 500: skipped 1 step; checkpoint 500 is on disk".
     """
     phrases = ", ".join(interventions(outcome)) or "no intervention"
-    clauses = [f"would have {phrases}" if outcome.history.observes else phrases]
+    if outcome.history.observes:
+        phrases = f"would have {phrases}"
+    clauses = [phrases]
     if outcome.unrepaired:
         clauses.insert(0, unrepaired_text(outcome.unrepaired))
     if outcome.steps_lost:
@@ -206,8 +215,10 @@ def explain(outcome: RunOutcome) -> str:
         lines.append(f"Fault: {len(found) - _MAX_FAULTS:,} earlier ones")
     for event in found[-_MAX_FAULTS:]:
         norms = [f"{tensor.name} ({tensor.grad_norm:.3g})" for tensor in event.evidence or ()]
-        gradients = f"; unusual gradients: {first_of(norms, _SHOWN)}" if norms else ""
-        lines.append(f"Fault: step {event.step}: {sentence(event)}{gradients}")
+        line = f"Fault: step {event.step}: {sentence(event)}"
+        if norms:
+            line += f"; unusual gradients: {first_of(norms, _SHOWN)}"
+        lines.append(line)
     tried = interventions(outcome)
     if history.observes:
         tried = ["nothing: the policy only observes"]

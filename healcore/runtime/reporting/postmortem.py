@@ -71,6 +71,9 @@ def write(
         ended, seconds = process.last.time, process.seconds or 0.0
     changes = {"clips": counts.clips, "skips": counts.skips}
     try:
+        rollbacks: list[dict[str, Any]] = []
+        for event in history.of("rollback"):
+            rollbacks.append({name: getattr(event, name) for name in _OF_ROLLBACK})
         fields = {
             "schema": SCHEMA,
             "run": process.id,
@@ -78,7 +81,7 @@ def write(
             "cause": outcome.cause | outcome.lasting | outcome.fault & Cause.HANG,
             "incidents": counts.incidents,
             **changes_made(changes, observes=history.observes),
-            "rollbacks": [_rollback_fields(event) for event in history.of("rollback")],
+            "rollbacks": rollbacks,
             "ended": ended,
             "seconds": round(seconds, 6),
             "lost_events": history.lost,
@@ -94,10 +97,6 @@ def write(
     except Exception as error:
         return f"the postmortem {path} could not be written: {type(error).__name__}: {error}"
     return None
-
-
-def _rollback_fields(event: EventRecord) -> dict[str, Any]:
-    return {name: getattr(event, name) for name in _OF_ROLLBACK}
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -103,7 +103,9 @@ class IncidentMonitor:
             unread = record.judged or record.why == Why.STATE_KEPT
             if not record.taken and journal.nonfinite_streak and unread:
                 self.nonfinite_record = record
-        return self._order(result, records, incident) if acts else None
+        if not acts:
+            return None
+        return self._order(result, records, incident)
 
     def counts(self) -> Counts:
         """The counts of the whole run, including earlier processes.
@@ -156,10 +158,13 @@ class IncidentMonitor:
                 continue
             incident.reported_over = True
             record = self.run.metrics.newest(incident.engine) or result.records[0]
+            say = None
+            if is_logged(incident.number):
+                say = log.info
             log.event(
                 "over",
                 step=result.index,
-                say=log.info if is_logged(incident.number) else None,
+                say=say,
                 incident=incident.number,
                 onset=incident.onset,
                 last=incident.last,
@@ -215,8 +220,10 @@ class IncidentMonitor:
             if has_line and (lead < 0 or records[lead].taken):  # a skipped step first
                 lead = place
             records.append(record._replace(action=action))
-            is_written = record.cause and (few or has_line or action)
-            alerts.append(alert if is_written else None)
+            if record.cause and (few or has_line or action):
+                alerts.append(alert)
+            else:
+                alerts.append(None)
         for place, (record, alert) in enumerate(zip(records, alerts, strict=True)):
             if alert is not None:
                 self._write(result, record, alert, incident, is_lead=place == lead)
@@ -243,23 +250,38 @@ class IncidentMonitor:
             ]
         failures, page = failures_of(alert), failures_of(record.cause)[0]
         references = dict.fromkeys(each for row in failures for each in row.references)
-        say = log.error if page.severity is Severity.ERROR else log.warning
-        why = "the optimizer made NaN or Inf of a finite gradient" if record.by_optimizer else None
-        if why and record.lr is not None and not math.isfinite(record.lr):
-            why = f"learning rate {record.lr:g}; {why}"
-        is_cut = record.action & Action.CUT_LR
+        severity = say = why = skips = grad_scale = lr_scale_before = None
+        if failures:
+            severity = failures[0].severity
+        if is_lead:
+            say = log.warning
+            if page.severity is Severity.ERROR:
+                say = log.error
+        if record.by_optimizer:
+            why = "the optimizer made NaN or Inf of a finite gradient"
+            if record.lr is not None and not math.isfinite(record.lr):
+                why = f"learning rate {record.lr:g}; {why}"
+        if not record.taken and not observes:
+            skips = run.ledger.skips
+        if not run.policy.engine.per_tensor:
+            grad_scale = record.grad_scale
+        if record.action & Action.CUT_LR:
+            lr_scale_before = run.metrics.scale_of(record.engine)
+        number = 0
+        if incident is not None:
+            number = incident.number
         log.event(
             "alarm",
             step=result.index,
-            say=say if is_lead else None,
+            say=say,
             engine=record.engine,
-            incident=incident.number if incident else 0,
+            incident=number,
             cause=record.cause,
             skip=not record.taken,
-            skips=None if record.taken or observes else run.ledger.skips,
-            grad_scale=None if run.policy.engine.per_tensor else record.grad_scale,
+            skips=skips,
+            grad_scale=grad_scale,
             lr=record.lr,
-            lr_scale_before=run.metrics.scale_of(record.engine) if is_cut else None,
+            lr_scale_before=lr_scale_before,
             lr_scale=record.lr_scale,
             action=record.action,
             readings=record.readings,
@@ -270,11 +292,11 @@ class IncidentMonitor:
             rows=[batch.rows for batch in result.batches if batch.rows] or None,
             of_ranks=of_ranks,
             alert=alert or None,
-            severity=failures[0].severity if failures else None,
+            severity=severity,
             diagnosis=" ".join(row.diagnosis for row in failures) or None,
             references=list(references) or None,
         )
-        if is_lead:
+        if say is not None:
             log.name_page(page.name, say)
 
     # -- orders ---------------------------------------------------------------------------------
@@ -315,9 +337,11 @@ class IncidentMonitor:
             # The first steps of the causes in this incident.
             firsts = [incident.first[name] for name in names_of(flags & Cause(incident.cause))]
             since = max(min(firsts, default=onset), onset)
-        by_hook = action & ~ordered & (Action.ROLLBACK | Action.STOP)
+        cause = TroubleCause.RULE
+        if action & ~ordered & (Action.ROLLBACK | Action.STOP):
+            cause = TroubleCause.HOOK
         return Trouble(
-            cause=TroubleCause.HOOK if by_hook else TroubleCause.RULE,
+            cause=cause,
             onset=onset,
             found_at=result.index,
             since=since,
@@ -337,8 +361,11 @@ class IncidentMonitor:
         """Calls the hooks and logs their results. Returns the actions to take."""
         if not len(self._hooks):
             return Action(record.action)
+        number = 0
+        if incident is not None:
+            number = incident.number
         context = IncidentContext(
-            0 if incident is None else incident.number,
+            number,
             result.index,
             onset,
             record.cause,
