@@ -113,7 +113,9 @@ def _fields(record: StepRecord, several: bool) -> dict[str, Any]:
 
     The engine has the loss 0 if the loop passes none, so a loss of 0 has no field.
     """
-    fields: dict[str, Any] = {"engine": record.engine} if several else {}
+    fields: dict[str, Any] = {}
+    if several:
+        fields["engine"] = record.engine
     if record.judged:  # otherwise the record has the numbers of the step before
         for name, cause in (("loss", Cause.NONFINITE_LOSS), ("grad_norm", Cause.NONFINITE_GRAD)):
             if record.cause and record.cause & cause:

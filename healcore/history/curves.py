@@ -121,8 +121,10 @@ def read_metrics(path: Path, processes: Sequence[str]) -> tuple[Curves, list[str
     damage: list[str] = []
     engine = None
     for line in _rows(path, processes, damage):
-        engine = line.get("engine", "") if engine is None else engine
-        if line.get("engine", "") == engine:
+        of_line = line.get("engine", "")
+        if engine is None:
+            engine = of_line
+        if of_line == engine:
             nonfinite = any(line.get(name) in NONFINITE_TEXTS for name in ("loss", "grad_norm"))
             rows.extend((line["step"], nonfinite, *(_number(line.get(name)) for name in _CURVES)))
     steps, nonfinite, *values = np.frombuffer(rows).reshape(-1, 2 + len(_CURVES)).T

@@ -139,19 +139,21 @@ class RunLog:
         """
         ends_run = answer in (None, "save")
         failure = FAILURES[fault.cause]
+        severity, write = Severity.WARNING, self.warning
+        if ends_run:
+            severity, write = failure.severity, self.error
         self.event(
             "fault",
             step=step,
             cause=names_of(fault.cause),
             sign=fault.sign,
             problem=problem,
-            severity=failure.severity if ends_run else Severity.WARNING,
+            severity=severity,
             diagnosis=fault.advice,
             references=list(failure.references),
             answer=answer,
             **fields,
         )
-        write = self.error if ends_run else self.warning
         write(fitted(f"step {step}: {problem}"))
         if ends_run and fault.cause != Cause.UNKNOWN:  # its page would say: read the exception
             self.name_page(failure.name, write)

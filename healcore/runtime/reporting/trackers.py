@@ -73,8 +73,9 @@ def select(trackers: object) -> tuple[Any, ...]:
     """
     if trackers is None:
         return ()
-    several = trackers if isinstance(trackers, list | tuple) else [trackers]
-    return tuple(map(_select_one, several))
+    if not isinstance(trackers, list | tuple):
+        trackers = [trackers]
+    return tuple(map(_select_one, trackers))
 
 
 def _select_one(tracker: object) -> Any:
@@ -119,8 +120,11 @@ class Trackers:
         """
         self._warn = warn
         omitted = (*ENVELOPE, *Process._fields)
-        first = self._early[0] if self._early else {}
-        config = {name: value for name, value in first.items() if name not in omitted}
+        config: dict[str, Any] = {}
+        if self._early:
+            for name, value in self._early[0].items():
+                if name not in omitted:
+                    config[name] = value
         for tracker in self._trackers:
             if self._call(tracker, "start", TrackedRun(run_id, config)):
                 self._open.append(tracker)
@@ -135,8 +139,9 @@ class Trackers:
             record: the step as one engine judged it.
             fields: the fields of its line in the metrics file, from `MetricsLog.write`.
         """
-        # With an engine the run has several optimizers.
-        prefix = f"heal/{fields['engine']}/" if "engine" in fields else "heal/"
+        prefix = "heal/"
+        if "engine" in fields:  # the run has several optimizers
+            prefix = f"heal/{fields['engine']}/"
         numbers = {name: fields[name] for name in _FIELDS if name in fields}
         numbers |= {"cause": int(record.cause), "action": int(record.action)}
         values = {f"{prefix}{name}": float(number) for name, number in numbers.items()}
@@ -193,7 +198,9 @@ def event_text(event: Mapping[str, Any]) -> str:
     Args:
         event: the event, from `Log.write`.
     """
-    step = "" if event.get("step") is None else f" at step {event['step']}"
+    step = ""
+    if event.get("step") is not None:
+        step = f" at step {event['step']}"
     text = filter(None, [sentence(validate(event)[0]), event.get("diagnosis")])
     return f"{event['kind']}{step}: {'. '.join(text)}"[:1000]
 
@@ -211,7 +218,9 @@ class _Wandb:
         import wandb
 
         self._levels: Any = ("WARN", "ERROR")
-        self._run: Any = None if self._project else wandb.run  # the user's active run, or None
+        self._run: Any = None
+        if not self._project:
+            self._run = wandb.run  # the user's active run, or None
         self._is_new = self._run is None
         if self._is_new:
             self._run = wandb.init(
@@ -249,7 +258,9 @@ class _Trackio(_Wandb):
         from trackio import context_vars
 
         self._levels = (trackio.AlertLevel.WARN, trackio.AlertLevel.ERROR)
-        self._run = None if self._project else context_vars.current_run.get()
+        self._run = None
+        if not self._project:
+            self._run = context_vars.current_run.get()
         self._is_new = self._run is None
         if self._is_new:
             project = self._project or os.environ.get("TRACKIO_PROJECT") or "healcore"

@@ -79,13 +79,12 @@ class RunMetrics:
             if is_known and not record.cause:
                 count = min(count + 1, _MEAN_STEPS)
                 self._means[record.engine] = mean + (record.loss - mean) / count, count
-            compared.append(
-                record._replace(
-                    loss_ratio=record.loss / mean if is_known and mean > 0 else None,
-                    eval_loss=eval_loss,
-                    eval_gap=eval_loss - mean if eval_loss is not None and mean else None,
-                )
-            )
+            ratio = gap = None
+            if is_known and mean > 0:
+                ratio = record.loss / mean
+            if eval_loss is not None and mean:
+                gap = eval_loss - mean
+            compared.append(record._replace(loss_ratio=ratio, eval_loss=eval_loss, eval_gap=gap))
         return compared
 
     def add(self, records: Iterable[StepRecord]) -> None:
@@ -134,11 +133,13 @@ class RunMetrics:
         """
         metrics: dict[str, float] = {}
         policy = self.run.policy
-        changes = (
-            ("skips", "lr_cuts") if policy.engine.per_tensor else ("clips", "skips", "lr_cuts")
-        )
+        changes = ["skips", "lr_cuts"]
+        if not policy.engine.per_tensor:
+            changes.insert(0, "clips")
         for name, record in self._last.items():
-            prefix = f"heal/{name}" if self.has_several_engines else "heal"
+            prefix = "heal"
+            if self.has_several_engines:
+                prefix = f"heal/{name}"
             counts = self._counts[name]
             numbers = {
                 "threshold": record.threshold,
