@@ -9,6 +9,7 @@ import optax
 import pytest
 import torch
 
+from healcore import Checkpoints
 from healcore import policy as policies
 from healcore.jax import protect
 from healcore.runtime.healer import Healer
@@ -199,6 +200,34 @@ def test_bad_data_cost_repeated_steps_and_no_bits(framework, tmp_path):
     assert attempts[1]["held"]
     assert "held" not in attempts[2], "the frozen steps are undone"
     assert run.weights() == skipping.weights()
+
+
+@pytest.mark.slow
+def test_a_run_that_dies_at_a_healthy_rate_is_tried_at_a_lower_one(tmp_path):
+    """A sign error in 40 gradients, with momentum and batch statistics: it dies later."""
+    torch.manual_seed(0)
+    first = torch.nn.Linear(12, 48), torch.nn.BatchNorm1d(48), torch.nn.GELU()
+    second = torch.nn.Linear(48, 48), torch.nn.LayerNorm(48), torch.nn.Tanh()
+    model = torch.nn.Sequential(*first, *second, torch.nn.Linear(48, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, nesterov=True)
+    state = {"model": model, "optimizer": optimizer}
+    losses: list[float] = []
+    with Healer(state=state, store=tmp_path, checkpoints=Checkpoints(every=50)) as healer:
+        for number in healer.batches(range(400)):
+            random = torch.Generator().manual_seed(number)
+            inputs = torch.randn(32, 12, generator=random)
+            loss = (model(inputs)[:, 0] - inputs.sum(1).sin()).square().mean()
+            losses.append(loss.item())
+            healer.observe(loss)
+            optimizer.param_groups[0]["lr"] = 0.1 * (1 - healer.step / 400)
+            optimizer.zero_grad()
+            loss.backward()
+            if 220 <= healer.step < 260:
+                for each in model.parameters():
+                    if each.grad is not None:
+                        each.grad.neg_()
+            optimizer.step()
+    assert max(losses[-20:]) < 10, "1e36 where its own way is accepted"
 
 
 @pytest.mark.slow

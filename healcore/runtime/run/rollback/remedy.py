@@ -131,9 +131,16 @@ def remedy(trouble: Trouble, tries: Sequence[RollbackRecord], facts: Facts) -> R
         if may_help and not is_rate and facts.repeats_batches and not tries[-1].lost:
             envelope = replace(envelope, frozen=_suspect_steps(trouble, tries, facts.snapshot))
         return Remedy(Outcome.REPEAT, envelope, limits, is_last)
-    if trouble.finite:
+    may_limit = facts.lr_cuts > 0
+    # Bad data end all finite steps at the same step, whatever is held. A run that dies at several
+    # steps is lost where it is accepted, so its rate is tried before.
+    is_dead = trouble.cause is TroubleCause.NO_FINITE_STEP
+    onsets = {trouble.onset, *(each.onset for each in tries)}
+    was_limited = any(each.limits_rate for each in tries)
+    tries_rate = is_dead and may_limit and not was_limited and len(onsets) > 1
+    if trouble.finite and not tries_rate:
         return Remedy(Outcome.ACCEPT, untouched)
-    return Remedy(Outcome.REPEAT, envelope, facts.lr_cuts > 0, is_last)
+    return Remedy(Outcome.REPEAT, envelope, may_limit, is_last)
 
 
 def _limits_rate(trouble: Trouble, tries: Sequence[RollbackRecord], facts: Facts) -> bool:

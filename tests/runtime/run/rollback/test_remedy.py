@@ -90,6 +90,15 @@ def test_damage_that_came_back_although_nothing_was_held_is_of_the_program():
     assert outcomes == [Outcome.REPEAT, Outcome.REPEAT, Outcome.ACCEPT], "the snapshot was damaged"
 
 
+def test_a_run_that_dies_at_several_steps_is_tried_at_a_lower_rate_before_it_is_accepted():
+    dead = replace(BETTER, cause=TroubleCause.NO_FINITE_STEP)
+    later = replace(dead, onset=70, found_at=90)
+    tries = [tried(each, Remedy(Outcome.REPEAT, Envelope())) for each in (dead, dead, later)]
+    rate = remedy(dead, tries, FACTS)
+    assert (rate.outcome, rate.limits_rate) == (Outcome.REPEAT, True)
+    assert remedy(dead, [*tries, tried(dead, rate)], FACTS).outcome is Outcome.ACCEPT
+
+
 def test_weights_that_are_not_finite_end_with_a_quarter_of_the_rate_and_then_stop():
     found = until_the_end(NAN, FACTS)
     assert [each.outcome for each in found] == [Outcome.REPEAT] * 3 + [Outcome.STOP]
