@@ -317,6 +317,8 @@ class RunHistory:
     """Events with fields of the wrong type, and the names of these fields."""
     saved: list[int] = field(default_factory=list)
     """Steps of the checkpoints in the store of the last process, without abandoned ones."""
+    known_good: int | None = None
+    """Step of the newest known-good checkpoint, as far as the events say."""
     step: int | None = None
     """Steps done."""
     lost: int = 0
@@ -357,9 +359,11 @@ class RunHistory:
                 if self.start is not None and self.start.store != event.store:
                     self.saved.clear()
                 process.start = event
-            case "save" | "good":  # a healthy run writes them again and again
-                if event.kind == "save":
-                    self.saved.append(step)
+            case "save":  # a healthy run writes this and the next again and again
+                self.saved.append(step)
+                return event
+            case "good":
+                self.known_good = step
                 return event
             case "save_failed" if step in self.saved:
                 self.saved.remove(step)

@@ -191,7 +191,17 @@ class HangGuard:
         if not self._ends or log.events.path is None:
             return
         counts = log.history.counts()
-        hung = RunOutcome(log.history, Ending.STOPPED, step, counts, why, fault=Cause.HANG)
+        # The store and the run cannot be asked: a rank hangs.
+        hung = RunOutcome(
+            log.history,
+            Ending.STOPPED,
+            step,
+            counts,
+            why,
+            fault=Cause.HANG,
+            last_good=log.history.known_good,
+            unrepaired=log.history.unrepaired,
+        )
         problem = postmortem.write(log.events.path, hung, stacks=stacks)
         if problem:
             console.warning(problem)

@@ -94,8 +94,9 @@ def train(how: str, folder: Path, rank: int) -> None:
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = {"model": model, "optimizer": optimizer}
-    options = OPTIONS.get(how, ENDS)
-    healer: Any = Healer("default", state=state, store=folder, hang={"timeout_s": limit}, **options)
+    options: dict[str, Any] = {"hang": {"timeout_s": limit}, **OPTIONS.get(how, ENDS)}
+    options |= {"rollback": {"probation": 1}, "checkpoints": healcore.Checkpoints(every=2)}
+    healer: Any = Healer("default", state=state, store=folder, **options)
     with healer:
         for number in healer.batches(range(10)):
             time.sleep(0.05)
@@ -165,6 +166,9 @@ def test_one_process_is_ended_with_its_stack(runs):
     assert runs.ended["python"] == [EXIT_STATUS]
     (stacks,) = runs.stacks("python").values()
     assert "in hang" in stacks
+    (found,) = postmortems(runs.root / "python")
+    good = [each["step"] for each in events(runs.root / "python", "good")]
+    assert found["last_good"] == max(good)
 
 
 def test_all_ranks_are_ended_with_the_stacks_of_each(runs):
