@@ -84,7 +84,8 @@ class Trainer:
 @pytest.mark.parametrize("healed", [False, True])
 def test_a_trainer_is_healed_by_twenty_lines(healed, tmp_path):
     names: dict[str, Any] = {}
-    exec(*blocks("Add a trainer", "python"), names)
+    (code,) = blocks("Add a trainer", "python")
+    exec(code, names)
     trainer = Trainer()
     loader = trainer.loader
 
