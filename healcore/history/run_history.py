@@ -317,8 +317,8 @@ class RunHistory:
     """Events with fields of the wrong type, and the names of these fields."""
     saved: list[int] = field(default_factory=list)
     """Steps of the checkpoints in the store of the last process, without abandoned ones."""
-    known_good: int | None = None
-    """Step of the newest known-good checkpoint, as far as the events say."""
+    good: list[int] = field(default_factory=list)
+    """Steps that were known-good checkpoints of this store, without abandoned ones."""
     step: int | None = None
     """Steps done."""
     lost: int = 0
@@ -358,12 +358,13 @@ class RunHistory:
             case "start":
                 if self.start is not None and self.start.store != event.store:
                     self.saved.clear()
+                    self.good.clear()
                 process.start = event
             case "save":  # a healthy run writes this and the next again and again
                 self.saved.append(step)
                 return event
             case "good":
-                self.known_good = step
+                self.good.append(step)
                 return event
             case "save_failed" if step in self.saved:
                 self.saved.remove(step)
@@ -380,6 +381,7 @@ class RunHistory:
                 process.end = event
         if event.kind in ("rollback", "resume"):  # later checkpoints are abandoned
             self.saved = [each for each in self.saved if each <= step]
+            self.good = [each for each in self.good if each <= step]
         self.events.append(event)
         return event
 

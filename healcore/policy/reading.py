@@ -159,7 +159,7 @@ def from_dict(data: Mapping[str, Any], *, source: str = "<dict>") -> Policy:
             if policy.incident.alert_steps:  # 0, as `to_dict` writes it, is the default
                 warnings.warn(
                     "the policy key incident.alert_steps is deprecated, and healcore 0.6 removes "
-                    "it: leave it out, faults are told apart by incident.quiet_steps",
+                    "it: leave it out, incident.quiet_steps separates faults",
                     DeprecationWarning,
                     stacklevel_of_program(),
                 )

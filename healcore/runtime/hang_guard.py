@@ -199,7 +199,7 @@ class HangGuard:
             counts,
             why,
             fault=Cause.HANG,
-            last_good=log.history.known_good,
+            last_good=max(log.history.good, default=None),
             unrepaired=log.history.unrepaired,
         )
         problem = postmortem.write(log.events.path, hung, stacks=stacks)

@@ -47,6 +47,14 @@ def test_an_incident_has_its_rollback():
     assert (run.step, len(run.of("rollback")), run.counts().skips) == (3, 1, 2)
 
 
+def test_known_good_checkpoints_that_a_rollback_has_abandoned_are_forgotten():
+    good = [("good", step, {}) for step in (2, 4)]
+    assert run_of(*good).good == [2, 4]
+    assert run_of(*good, ("rollback", 6, BACK)).good == [2]
+    other_store = {**START[2], "store": "elsewhere"}
+    assert run_of(*good, ("start", 0, other_store)).good == []
+
+
 def test_a_declined_order_is_shown_as_declined():
     alarm = {**NAN, "action": ["ROLLBACK", "STOP"]}
     declined = {"onset": 4, "cause": ["NONFINITE_LOSS"], "verdict": "unknown", "by": "nothing"}

@@ -105,7 +105,10 @@ def parse_number(value: Any) -> float | None:
         if value.strip().lower() in _NOT_LOGGED:
             return None
     elif isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:  # a whole number beyond float64
+            return float(str(value))  # Inf with its sign
     raise ValueError(f"{quote_excerpt(str(value))} is not a number")
 
 

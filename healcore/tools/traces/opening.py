@@ -191,6 +191,10 @@ def _read_directory(path: str, columns: Mapping[str, str], failed: list[Unreadab
                 failure = _unreadable(file, error)
                 if failure.not_judged:
                     failed.append(failure)
+                    if form in _OF_ONE_RUN:  # the other files are parts of the same run
+                        logs.clear()
+                        folders.clear()
+                        break
                 # Text of any kind looks like a table at first.
                 elif form is not formats.table_rows or file.endswith((".csv", ".tsv")):
                     unusable.append(failure)
@@ -573,8 +577,10 @@ def _parse(column: np.ndarray) -> tuple[np.ndarray, np.ndarray, dict[int, str]]:
         return column, np.ones(len(column), bool), wrong
     cells: list[Any] = column.tolist()
     if {float, int, type(None)}.issuperset(map(type, cells)):
-        # In a fraction of the time of cell after cell.
-        return np.array(cells, np.float64), column != _ABSENT, wrong
+        try:  # in a fraction of the time of cell after cell
+            return np.array(cells, np.float64), column != _ABSENT, wrong
+        except OverflowError:
+            pass
     numbers: list[float | None] = []
     for at, cell in enumerate(cells):
         number = None

@@ -233,6 +233,13 @@ def test_rows_with_the_names_of_several_runs_are_several_traces(tmp_path, order,
         assert trace.notes == (f"{path}: 'run' names 2 runs, and each is read by itself",)
 
 
+def test_a_step_that_begins_again_is_said_to_be_another_attempt(tmp_path):
+    rows = [f"base,{at},2.5\n" for _ in range(2) for at in range(9)]
+    trace = open_one(write(tmp_path / "runs.csv", "Name,_step,loss\n" + "".join(rows)))
+    assert len(trace.attempts) == 2
+    assert "attempt 1 begins at step 0" in trace.notes[0]
+
+
 @pytest.mark.parametrize("kind", [str, Path])
 def test_one_path_is_one_path_and_not_its_letters(tmp_path, kind):
     """Of a text each letter would be a path, and "/" the whole disk."""

@@ -1,5 +1,7 @@
 """Any log: files without a usable row, the names of the signals, and resumed runs."""
 
+import json
+import math
 import os
 from itertools import pairwise
 
@@ -71,7 +73,9 @@ PRINTED = {
     "loss scale: 1.0 | grad norm: 0.5 | number of nan iterations:  0 |",
     "torchtitan": "00,000 - root - INFO - \x1b[31mstep:  7  \x1b[32mloss:  2.5  grad_norm:  0.5",
     "llm.c": "step    7/18865 | loss 2.5 (+nanz)| norm 15.33 (+nanz)| lr 8.57e-07",
+    "MaxText": "completed step: 7, seconds: 1.02, TFLOP/s/device: 5.1, loss: 2.5",
     "litgpt": "Epoch 1 | iter 7 step 1 | loss train: 2.5, val: n/a | iter time: 3.1 ms (step)",
+    "nanotron": "iteration: 7 / 100 | tokens: 4.1K | lm_loss: 2.5 | grad_norm: 0.5",
     "thousands": "Step 1,200 - Training Loss: 9\nStep 1,207 - Training Loss: 2.5",
 }
 
@@ -87,9 +91,15 @@ def test_console_output_that_names_its_numbers(tmp_path, program):
 TRAINERS = {
     "Trainer": "loss=train/loss, grad_norm=train/grad_norm, train/epoch, eval_loss=eval/loss",
     "Megatron": "loss=lm loss, lm loss vs samples, grad_norm=grad-norm, grad-norm vs samples",
+    "NeMo": "loss=reduced_train_loss, grad_norm=grad_norm, step=global_step, eval_loss=val_loss",
+    "torchtitan": "loss=loss_metrics/global_avg_loss, loss_metrics/global_max_loss",
+    "Levanter": "loss=train/loss, grad_norm=grad/norm/total, eval_loss=eval/loss, step=global_step",
     "MaxText": "loss=learning/loss, learning/grad_norm, grad_norm=learning/raw_grad_norm, "
     "eval_loss=evaluation/avg_loss",
     "Trainer with W&B": "_step, step=train/global_step, loss=train/loss, epoch=epoch",
+    "OLMo": "step=_step, loss=train/CE loss, train/PPL, grad_norm=optim/total grad norm, optim/LR",
+    "LLM Foundry": "loss=loss/train/total, grad_norm=l2_norm/grad/global, step=time/batch",
+    "fairseq": "step=num_updates, loss=loss, grad_norm=gnorm, lr",
     "Lightning": "epoch=epoch, step=step, loss=train_loss_step, eval_loss=val_loss, "
     "train_loss_epoch",
 }
@@ -178,6 +188,23 @@ def test_a_damaged_file_is_named_beside_a_log_and_costs_the_status_alone(tmp_pat
         (str(alone), False),
         (str(unjudged), True),
     }
+
+
+def test_a_run_of_which_a_file_cannot_be_judged_is_not_judged_by_the_others(tmp_path):
+    rows = [f'{{"type": "step", "step": {step}, "loss": 2.5}}' for step in range(20)]
+    write(tmp_path / "first.metrics.jsonl", "\n".join(rows))
+    damaged = write(tmp_path / "second.metrics.jsonl", "\n".join(rows).replace("2.5", '"x"'))
+    write(tmp_path / "trainer_state.json", '{"log_history": [{"step": 1, "loss": 2.5}]}')
+    traces, failed = open_traces(tmp_path)
+    assert traces == []
+    assert [(each.path, each.not_judged) for each in failed] == [(str(damaged), True)]
+
+
+def test_a_whole_number_beyond_float64_is_infinite(tmp_path):
+    rows = [{"step": step, "loss": 2.5} for step in range(20)]
+    rows[7]["loss"] = 10**400
+    trace = open_one(write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, rows))))
+    assert trace.rows.values["loss"][7] == math.inf
 
 
 @settings(max_examples=100)

@@ -86,9 +86,21 @@ TOOLS: dict[str, Callable[[Row], str]] = {
         f"2021-08-17 | INFO | yolox.core.trainer:238 - epoch: {r.epoch + 1}/300, iter: {r.batch}/"
         f"{BATCHES}, mem: 4320Mb, iter_time: 0.5s, total_loss: {r.loss:.1f}, iou_loss: 1.0"
     ),
+    "PaddleDetection": lambda r: (
+        f"[01/01 10:00:00] ppdet.engine INFO: Epoch: [{r.epoch}] [{r.batch - 1:>3}/{BATCHES}] "
+        f"learning_rate: 0.001 loss: {r.loss:.6f} eta: 1 day, 1:00:00 batch_cost: 0.5 s"
+    ),
+    "PaddleOCR": lambda r: (
+        f"[2021/01/01 10:00:00] root INFO: epoch: [{r.epoch + 1}/500], global_step: {r.step}, "
+        f"lr: 0.0001, loss: {r.loss:.6f}, avg_reader_cost: 0.1 s, eta: 1:00:00"
+    ),
     "PaddleSeg": lambda r: (
         f"2021-01-01 [INFO] [TRAIN] epoch: {r.epoch + 1}, iter: {r.step}/10000, "
         f"loss: {r.loss:.4f}, lr: 0.01, batch_cost: 0.3 | ETA 00:50:00"
+    ),
+    "detectron2": lambda r: (
+        f"[01/01 10:00:00 d2.utils.events]:  eta: 1:00:00  iter: {r.step}  total_loss: {r.loss:.4f}"
+        "  loss_cls: 0.5  time: 0.3  lr: 0.01  max_mem: 2000M"
     ),
     "GDR-Net": lambda r: (
         f"20231023_095643|core.utils.my_writer@171: eta: 15:06:27 iter: {r.step}/102400[49.5%] "
@@ -168,7 +180,7 @@ TOOLS: dict[str, Callable[[Row], str]] = {
 }
 """Tool -> the text that it prints for a row."""
 
-FIRST = {"MetricLogger": 1, "ImageNet": 1, "timm": 1, "monodepth2": 1}
+FIRST = {"MetricLogger": 1, "ImageNet": 1, "timm": 1, "PaddleDetection": 1, "monodepth2": 1}
 """Tools that print batch 0 for the first batch: their steps are one smaller."""
 
 BETWEEN: dict[str, Callable[[Row], str]] = {

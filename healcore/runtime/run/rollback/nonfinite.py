@@ -229,7 +229,8 @@ class NonfiniteRecovery:
         arrays are inspected after each step: the first step after which they are not finite has
         read the batch that makes them NaN or Inf, for example an outlier that overflows in a
         running variance. The ledger alone says which arrays are inspected, and until when. So a
-        restart within the repeated steps continues to inspect them.
+        restart within the repeated steps continues to inspect them. A step at which several batches
+        have done it is at fault itself, and the rest of its repeat is not inspected.
 
         Returns:
             The trouble, with this batch. None if the arrays are finite, if no such steps are
